@@ -28,7 +28,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import JOIN, QUERIES, ModelSpec
+from models.spec import JOIN, QUERIES, XIELU_LINEAR, XIELU_MOST, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,8 @@ Kind = Literal[
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
   gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm and are multiplied by silu(gate).
-- `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each.
+- `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each; f(up)
+  of an MLP without a gate, of [M, width].
 - `experts`: what the experts that a block's router chooses for each row make of it, weighed and summed up. The router
   reads the second input. [M, C] -> [M, C]. See `models.routing`.
 - `norm`: RMSNorm of the output of a linear layer.
@@ -181,6 +182,20 @@ class Eager(Interpreter["Tensor"]):
         """F(gate) * up. Both [M, width]."""
         raise NotImplementedError
 
+    def slopes(self, layer: int) -> tuple[Tensor, ...]:
+        """Both slopes of a block's xIELU, float32 [1] each."""
+        raise NotImplementedError
+
+    def activated(self, x: Tensor, layer: int) -> Tensor:
+        """What an MLP or an expert gives `down`, of the output [M, parts * width] of its `gate_up`."""
+        if self.spec.activation == "relu2":
+            return x.clamp(min=0).square()
+        if self.spec.activation == "xielu":
+            rising, falling = self.slopes(layer)
+            below = falling * (x.clamp(max=XIELU_MOST).expm1() - x)
+            return (rising * x.square()).where(x > 0, below) + XIELU_LINEAR * x
+        return self.activate(*x.chunk(2, dim=-1))
+
     def attend(self, node: Node) -> Tensor:
         q, *others = self.split(self.of(node), self.spec.attention_widths(node.layer))
         if len(node.inputs) > 1:
@@ -241,8 +256,7 @@ class Eager(Interpreter["Tensor"]):
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
             return self.activate(self.of(node), self.of(node, 1))
-        width = self.spec.mlp_width(node.layer)
-        return self.activate(*self.split(self.of(node), (width, width)))
+        return self.activated(self.of(node), node.layer)
 
 
 class Builder:
@@ -265,7 +279,14 @@ class Builder:
 
     def block(self, layer: int, x: Node) -> Node:
         """One decoder block. [M, C] -> [M, C]."""
-        x = self.mlp(layer, self.mix(layer, x))
+        if self.spec.parallel:  # who adds in place has then read the stream for both
+            inside = self.linear(self.read(x, layer, "post_norm"), layer, "gate_up")
+            x = self.mix(layer, x)
+            return self.node("add", x, self.linear(self.node("gate", inside, layer=layer), layer, "down"))
+        x = self.mix(layer, x)
+        if layer in self.spec.bare:
+            return x
+        x = self.mlp(layer, x)
         return self.own_tokens(layer, x) if self.spec.token_width else x
 
     def mix(self, layer: int, x: Node) -> Node:

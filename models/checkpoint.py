@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from models import latent, mtp
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import GgufTensor
-from models.spec import Mixer, ModelSpec, expert_of
+from models.spec import XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
 
+_TABLE_ROWS = 8192
+"""Rows of an embedding table that are computed in float32 at a time."""
 _BY_HEADS = 2
 """Modules of what a delta rule reads, where each has all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
@@ -84,6 +87,8 @@ class Checkpoint:
             weight = weight[self._channels_turned()]
         if kind == "conv":
             weight = weight.T.flatten()
+        if kind in XIELU_SLOPES:
+            weight = functional.softplus(weight) + (XIELU_LINEAR if kind == "falling" else 0)
         if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
         if kind.endswith("norm"):
@@ -111,14 +116,14 @@ class Checkpoint:
             entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
         weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self._multiplied(name, weight), self.bias(name)
+        return self._centered(name, self._multiplied(name, weight)), self.bias(name)
 
     def bias(self, name: str) -> torch.Tensor | None:
         """The bias of a linear layer, float32 [N], or None."""
         if not self.spec.has_bias(name):
             return None
         biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
-        return self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases]))
+        return self._centered(name, self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases])))
 
     def lattices(self, name: str) -> list[GgufTensor] | None:
         """The parts of a linear layer, low-bit or not, if their numbers are all that the file says of it."""
@@ -128,6 +133,8 @@ class Checkpoint:
         parts = [self.files.entries[f"{module}.weight"] for module in modules]
         found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
         queries = self.files.multipliers.get("q", 1.0) if name.endswith("qkv") else 1.0
+        if self.files.family.centered and name.endswith((".o", ".down")):
+            return None
         whole = self._multiplier(name) == queries == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
         return found if whole and expert_of(name) is None else None
 
@@ -138,7 +145,7 @@ class Checkpoint:
     def _multiplied(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """A linear layer's weight or bias, multiplied and in the order that the configuration asks for."""
         kind = name.rsplit(".", 1)[-1]
-        if kind == "qkv" and self.files.family.interleaved:
+        if kind == "qkv" and self.files.family.interleaved and self.spec.rope_of(int(name.split(".")[1])) is not None:
             rows = rows[self._halves()]
         if kind == "qkv" and self.files.family.proportional:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
@@ -156,6 +163,13 @@ class Checkpoint:
         rows = rows.to(torch.float32) * of_all
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _centered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A linear layer's weight or bias; what adds to a stream that LayerNorms read, less its mean over outputs."""
+        if not self.files.family.centered or not name.endswith((".o", ".down")):
+            return rows
+        rows = rows.to(torch.float32)
+        return rows - rows.mean(0)
 
     def _multiplier(self, name: str) -> float:
         own, factors = name.split(".", 2)[-1], self.files.multipliers
@@ -239,8 +253,15 @@ class Checkpoint:
         return torch.cat(((heads + order).flatten(), values))
 
     def embedding(self) -> torch.Tensor:
-        """The embedding table [V, C] in the checkpoint's own dtype."""
-        return self._table()
+        """The embedding table [V, C] in the checkpoint's own dtype; if its rows lose their means, not in bfloat16."""
+        table = self._table()
+        if not self.files.family.centered:
+            return table
+        found = torch.empty_like(table, dtype=torch.float16 if table.dtype == torch.bfloat16 else table.dtype)
+        for first in range(0, len(table), _TABLE_ROWS):
+            rows = table[first : first + _TABLE_ROWS].to(torch.float32)
+            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True)
+        return found
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
         """Rows of a block's own embedding table, float32. int64 [...] -> [..., P].
@@ -318,8 +339,8 @@ class Checkpoint:
             entry.check_readable()
         further = f"model.layers.{self.spec.num_layers}."
         for key, entry in files.entries.items():
-            # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
-            needless = key.endswith("rotary_emb.inv_freq")
+            # Old Llama checkpoints store the rotary frequencies, which follow from config.json, Apertus's constants.
+            needless = key.endswith(("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"))
             needless = needless or (files.family.predicts_further and key.startswith(further))
             needless = needless or self._shared_away(key)
             if key.startswith("model.layers.") and key not in expected and not needless:

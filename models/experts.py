@@ -76,7 +76,10 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 def separate(
-    tensors: Mapping[str, StoredTensor], family: Family, mixture: MixtureSpec | None
+    tensors: Mapping[str, StoredTensor],
+    family: Family,
+    mixture: MixtureSpec | None,
+    places: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with one for each expert and module.
 
@@ -84,6 +87,7 @@ def separate(
         tensors: By their names in the checkpoint.
         family: Theirs.
         mixture: The experts; None: there are none.
+        places: Beginnings of names that are others here (`Family.places`).
 
     Returns:
         The same by their names here. A tensor of all experts that cannot be divided stays as it is.
@@ -93,6 +97,8 @@ def separate(
         name = own
         for old, new in family.renamed.items():
             name = name if new in name else name.replace(old, new)
+        *begin, last = name.split(".", 4)
+        name = places.get(".".join((*begin, "")), ".".join((*begin, ""))) + last
         if name.endswith(CORRECTION):
             # ERNIE has it as a row.
             found[name] = Part(tensor=tensor, shape=tensor.shape[1:]) if len(tensor.shape) > 1 else tensor
@@ -117,8 +123,12 @@ def separate(
     return found
 
 
-def name_in_checkpoint(name: str, mixture: MixtureSpec | None) -> str:
-    """What a checkpoint calls a shared expert's tensor that is named as an expert's here; other names stay."""
+def name_in_checkpoint(name: str, mixture: MixtureSpec | None, places: Mapping[str, str]) -> str:
+    """What a checkpoint calls a tensor that is named as a shared expert's here, or whose place is another one."""
+    for own, here in places.items():
+        if name.startswith(here):
+            name = own + name.removeprefix(here)
+            break
     match = _EXPERT.search(name)
     if mixture is None or match is None or int(match[1]) < mixture.experts:
         return name

@@ -19,7 +19,7 @@ from models import recurrent, rope
 from models.architecture import Eager, Node, block_graph, head_graph, step_graph
 from models.carried import Carried, begin, carry
 from models.routing import route
-from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
+from models.spec import CLAMPED_GAIN, XIELU_SLOPES, ModelSpec, RopeSpec, expert_of, router_of
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -451,7 +451,7 @@ class _Operations(Eager):
             self.oracle.rows = Rows(rows, x.shape[0], x.shape[1])
             gate_up = self._linear(flat[rows], f"layers.{layer}.experts.{expert}.gate_up")
             # A share counts before `down`, whose input then shows how much the expert matters.
-            inside = self.activate(*self.split(gate_up, (mixture.width, mixture.width)))
+            inside = self.activated(gate_up, layer)
             inside = inside * shares[rows, places, None].to(inside.dtype)
             out = self._linear(inside, down := f"layers.{layer}.experts.{expert}.down")
             if mixture.bias and (own := self.oracle.parameters(down)[1]) is not None:
@@ -459,6 +459,12 @@ class _Operations(Eager):
             total = total.index_add(0, rows, out.to(x.dtype))
         self.oracle.rows = None
         return total.view_as(x)
+
+    def activated(self, x: Tensor, layer: int) -> Tensor:
+        return super().activated(x.to(self.oracle.dtype), layer)
+
+    def slopes(self, layer: int) -> tuple[Tensor, ...]:
+        return tuple(self.oracle.parameters(f"layers.{layer}.{own}")[0] for own in XIELU_SLOPES)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         x, spec = gate.to(self.oracle.dtype), self.spec

@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
-"""The last is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`)."""
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"]
+"""`clamped_silu` is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`).
+The last two are of one number, in an MLP without a gate: max(x, 0)², and Apertus's, which has two slopes."""
+UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
+XIELU_LINEAR, XIELU_MOST = 0.5, -1e-6
+XIELU_SLOPES = ("rising", "falling")
+"""Vectors a and b of xIELU, the factor of x, and where the exponential ends: of x > 0 it is a x² + x / 2, else
+b (exp(min(x, -1e-6)) - 1 - x) + x / 2 (Huang and Schlag 2024)."""
 CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "after_rope"]
@@ -257,6 +263,8 @@ class ModelSpec:
     mixers: tuple[Mixer, ...] = ()
     """Per block: what mixes its tokens; empty: attention in all of them. One that is `shared` reads the cache of the
     last block before the first such one that has a window, or has none, as it does."""
+    bare: tuple[int, ...] = ()
+    """Blocks without an MLP or experts (Nemotron-H)."""
     conv_kernel_size: int = 0
     """Tokens that a short convolution sees, its own included."""
     delta: DeltaSpec | None = None
@@ -269,6 +277,8 @@ class ModelSpec:
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
     """Whether what they add to the residual stream passes an RMSNorm first (Gemma 2, OLMo 2)."""
+    parallel: bool = False
+    """Whether attention and MLP read the same stream, to which both are added (Cohere)."""
     inner_eps: float | None = None
     """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
@@ -326,6 +336,11 @@ class ModelSpec:
             return self.wide_heads
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
+    @property
+    def mlp_parts(self) -> int:
+        """How often as many rows as an MLP is wide `gate_up` has: gate and up, or up alone."""
+        return 1 if self.activation in UNGATED else 2
+
     def mlp_width(self, layer: int) -> int:
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
 
@@ -379,16 +394,19 @@ class ModelSpec:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has a mixture of experts in place of an MLP."""
-        return self.mixture is not None and layer not in self.mixture.dense
+        return self.mixture is not None and layer not in self.mixture.dense and layer not in self.bare
 
     def products(self, layer_type: str) -> int:
         """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
         if layer_type == "head":
             return int(self.has_head)
-        if self.mixture is None or layer_type not in MLP_TYPES:
+        if layer_type not in MLP_TYPES:
             return self.num_layers
+        mlps = self.num_layers - len(self.bare)
+        if self.mixture is None:
+            return mlps
         mixtures = sum(map(self.has_experts, range(self.num_layers)))
-        return self.num_layers + mixtures * (self.mixture.experts_per_token - (not self.mixture.parallel_mlp))
+        return mlps + mixtures * (self.mixture.experts_per_token - (not self.mixture.parallel_mlp))
 
     def share_read(self, name: str) -> float:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
@@ -403,9 +421,12 @@ class ModelSpec:
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
         the norm of each head's output. Mamba-2 has a `conv_bias`, too, `skip` with a factor of each head's values, and
-        a `gain` of all heads. `scale` is what the stream is multiplied by.
+        a `gain` of all heads. `scale` is what the stream is multiplied by, `rising` and
+        `falling` are the slopes of xIELU on either side.
         """
         vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        if layer in self.bare:
+            vectors.pop("post_norm", None)
         if self.mixer(layer) not in _STATES:
             vectors |= self._attention_vectors(layer)
         elif self.mixer(layer) == "convolution":
@@ -430,6 +451,8 @@ class ModelSpec:
             vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
         if self.scaled:
             vectors["scale"] = 1
+        if self.activation == "xielu":
+            vectors |= dict.fromkeys(XIELU_SLOPES, 1)
         if self.joins:
             vectors |= dict.fromkeys(("embed_norm", "hidden_norm"), self.hidden_size)
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
@@ -532,7 +555,7 @@ class ModelSpec:
         ):
             width = self.mixture.width
         shapes = {
-            "gate_up": (2 * width, self.hidden_size),
+            "gate_up": (self.mlp_parts * width, self.hidden_size),
             "down": (self.hidden_size, width),
             "head": (self.vocab_size, self.hidden_size),
         }
@@ -569,7 +592,13 @@ class ModelSpec:
     def block_linears(self, layer: int, *, experts: int | None = None) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""
         prefix = f"layers.{layer}"
-        kinds = ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
+        kinds: tuple[str, ...] = (
+            ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
+        )
+        if self.parallel:
+            kinds = ("gate_up", "qkv", "o", "down")
+        if layer in self.bare:
+            kinds = kinds[:-2]
         plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):

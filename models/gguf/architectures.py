@@ -21,6 +21,9 @@ Options = Callable[[Fields, str, Mapping[str, Any], frozenset[str]], dict[str, A
 """Gives further entries of config.json, by the metadata, the architecture's name, the entries so far, and the names of
 tensors in Hugging Face's format."""
 Q_BIAS, GATE_BIAS = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias"
+UP_BIAS = "model.layers.0.mlp.up_proj.bias"
+MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+"""Keys of multipliers."""
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of soft caps, of scores and of logits."""
 _LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
@@ -30,7 +33,7 @@ _EXAONE_WINDOW = 4096
 _LOCAL_THETA = 1e4
 _SIGMOID = 2
 """Number of the function that makes scores of a router's logits."""
-_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4}
+_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4, "cohere2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
 
 
@@ -45,7 +48,7 @@ class Architecture:
     experts: bool = False
     shared: bool = False
     """Whether some of them may be shared."""
-    multipliers: bool = False
+    multipliers: tuple[str, ...] = ()
     delta: bool = False
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
@@ -212,6 +215,24 @@ def _experts(fields: Fields, name: str) -> dict[str, Any]:
         "num_local_experts": fields.integer(f"{name}.expert_count"),
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
     }
+
+
+def _arcee(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"hidden_act": "relu2", "attention_bias": Q_BIAS in tensors, "mlp_bias": UP_BIAS in tensors}
+
+
+def _apertus(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"hidden_act": "xielu", "attention_bias": Q_BIAS in tensors}
+
+
+def _cohere(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    found = {
+        "layer_norm_eps": config["rms_norm_eps"],
+        "attention_bias": Q_BIAS in tensors,
+        "use_qk_norm": any(tensor.endswith("q_norm.weight") for tensor in tensors),
+        "logit_scale": shortest(fields.number(f"{name}.logit_scale", 1.0)),
+    }
+    return found | (_layers(fields, name, config["num_hidden_layers"]) if name == "cohere2" else {})
 
 
 def _glm(_fields: Fields, _name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
@@ -408,6 +429,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", experts=True, options=_qwen2moe),
     "qwen3moe": Architecture(model_type="qwen3_moe", experts=True, options=_qwen3moe),
     "phi3": Architecture(model_type="phi3", windows=True),
+    "command-r": Architecture(model_type="cohere", multipliers=MULTIPLIERS[-1:], options=_cohere),
+    "cohere2": Architecture(model_type="cohere2", multipliers=MULTIPLIERS[-1:], windows=True, options=_cohere),
+    "arcee": Architecture(model_type="arcee", pairs=True, options=_arcee),
+    "apertus": Architecture(model_type="apertus", options=_apertus),
     "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
@@ -430,8 +455,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text", delta=True, experts=True, post_norm="post_attention_norm", options=_qwen35
     ),
-    "granite": Architecture(model_type="granite", multipliers=True, pairs=True, options=_granite),
-    "granitemoe": Architecture(model_type="granitemoe", multipliers=True, experts=True, pairs=True, options=_granite),
+    "granite": Architecture(model_type="granite", multipliers=MULTIPLIERS, pairs=True, options=_granite),
+    "granitemoe": Architecture(
+        model_type="granitemoe", multipliers=MULTIPLIERS, experts=True, pairs=True, options=_granite
+    ),
     "smollm3": Architecture(model_type="smollm3", pairs=True, options=_attention_bias),
     "seed_oss": Architecture(model_type="seed_oss", post_norm="post_attention_norm", options=_attention_bias),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),

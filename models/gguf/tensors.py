@@ -258,6 +258,29 @@ class GgufTensor:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A tensor of one number, which Hugging Face's checkpoints have, and GGUF files among their metadata."""
+
+    path: Path
+    name: str
+    value: float
+    shape: tuple[int, ...] = (1,)
+    dtype: str = "F32"
+
+    def check_readable(self) -> None:
+        """It has been read."""
+
+    def rows(self, first: int, count: int) -> Number:
+        assert (first, count) == (0, 1)
+        return self
+
+    def read(self) -> torch.Tensor:
+        import torch
+
+        return torch.tensor([self.value])
+
+
 def further_blocks(header: Header) -> int:
     """Blocks behind the last that predict further tokens (MTP)."""
     count = header.metadata.get(f"{header.metadata.get('general.architecture')}.nextn_predict_layers", 0)

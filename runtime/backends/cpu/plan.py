@@ -248,11 +248,13 @@ class PlanOperations(Interpreter[Activations]):
         rounded = self._rounded("expert ", slots, max(self._spec.hidden_size, mixture.width))
         to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks)
         self._emit(op.Spread(values.place, routes, to))
-        both = _matrix(self._buffer("expert gate_up", (slots, padded(2 * mixture.width, BLOCK)), np.float32))
+        both = _matrix(
+            self._buffer("expert gate_up", (slots, padded(self._spec.mlp_parts * mixture.width, BLOCK)), np.float32)
+        )
         self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
-        self._emit(op.GateExperts(both, routes, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
+        self._emit(op.GateExperts(both, routes, to, *self._form(layer)))
         out, reader = self._matrix("expert output", down.first.shape[0]), self._graph.reader(node)
         assert reader is not None
         apart = reader.norm != ""
@@ -383,7 +385,7 @@ class PlanOperations(Interpreter[Activations]):
         """Written by who reads it."""
         gate, up = self.of(node), self.of(node, len(node.inputs) - 1)
         if gate is up:
-            return replace(gate, width=gate.width // 2)
+            return replace(gate, width=gate.width // self._spec.mlp_parts)
         assert up.place.at == gate.place.at + 4 * gate.width
         return gate
 
@@ -531,7 +533,7 @@ class PlanOperations(Interpreter[Activations]):
             dim, given = spec.heads_of(node.layer).dim, spec.attended_dim(node.layer)
             self._emit(op.Merge(partial, to, heads, dim, given, gates, sinks))
         elif node.kind == "gate":
-            self._emit(op.Gate(x.place, to, spec.activation == "gelu_tanh", spec.gate_limit))
+            self._emit(op.Gate(x.place, to, *self._form(node.layer)))
         elif node.kind == "convolve":
             self._emit(self._convolution(x, node.layer, to))
         elif node.kind == "delta":
@@ -545,6 +547,11 @@ class PlanOperations(Interpreter[Activations]):
             weight = self._constants.vector(node.norm) if node.norm else 0
             self._emit(op.Norm(x.place, to, weight, spec.eps_of(node.norm)))
         return out
+
+    def _form(self, layer: int) -> tuple[int, float, int]:
+        """What a block's MLP does between its matrices, as of `Gate`."""
+        slopes = self._constants.slopes(layer) if self._spec.activation == "xielu" else 0
+        return op.FORMS[self._spec.activation], self._spec.gate_limit, slopes
 
     def _convolution(self, x: Activations, layer: int, to: op.Input) -> op.Convolve:
         """The gated short convolution of a layer."""

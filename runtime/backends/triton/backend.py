@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
-from models.spec import ModelSpec
+from models.spec import UNGATED, ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -124,6 +124,10 @@ class TritonBackend:
 def _check(spec: ModelSpec) -> None:
     if spec.latent is not None:
         raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
+    if spec.parallel:
+        raise BackendError(f"there are no GPU kernels for attention and MLP side by side in {spec.family} models")
+    if spec.activation in UNGATED:
+        raise BackendError(f"there are no GPU kernels for the MLPs without gates of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -18,9 +18,24 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {
     **{
         name: name
-        for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5", "lfm2")
+        for name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "phi3",
+            "gemma2",
+            "olmo2",
+            "exaone4",
+            "glm4",
+            "ernie4_5",
+            "lfm2",
+            "arcee",
+        )
     },
     "gemma": "gemma",
+    "apertus": "apertus",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -47,7 +62,7 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
 }
 """`general.architecture` by `model_type`."""
-PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+PAIRED = ("llama", "arcee", "mistral3", "smollm3", "granite", "granitemoe")
 """Those whose rows of q and k are in llama.cpp's order."""
 KNOWN = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _AFTER_LAYER = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
@@ -106,7 +121,7 @@ def write_gguf(
         config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     writer.add_type("model")
-    describe(writer, config)
+    describe(writer, model)
     write_tokenizer(writer, config.vocab_size)
     for key, value in (metadata or {}).items():
         add(writer, key, value)
@@ -151,8 +166,9 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
     return name_of
 
 
-def describe(writer: gguf.GGUFWriter, config: Any) -> None:
+def describe(writer: gguf.GGUFWriter, model: Any) -> None:
     """Write what llama.cpp's converter writes of a configuration."""
+    config = model.config
     rope = config.rope_parameters
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
@@ -203,10 +219,18 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.model_type == "apertus":
+        for key in ("alpha_p", "alpha_n"):
+            numbers = [getattr(layer.mlp.act_fn, key).item() for layer in model.model.layers]
+            getattr(writer, f"add_xielu_{key}")(numbers)
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if "lfm2" in config.model_type else config.rms_norm_eps)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps if "lfm2" in config.model_type else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None and config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])
@@ -220,7 +244,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if ARCHITECTURES[config.model_type] == "deepseek2":
         _describe_latents(writer, config)
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("phi3", "mistral", "gpt_oss"):
+    if config.model_type in ("phi3", "mistral", "gpt_oss", "cohere2"):
         writer.add_sliding_window(window or 0)
     elif window and config.model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4"):
         writer.add_sliding_window(window)
@@ -325,6 +349,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
     config, found = model.config, {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if "act_fn" in name:  # among the metadata
             continue
         array = tensor.float().numpy()
         if name.endswith("conv.conv.weight"):

@@ -208,6 +208,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "norm_eps": 0.01, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     ),
     "hunyuan-moe": ("HunYuanMoEV1", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "num_hidden_layers": 5, "logit_scale": 0.5}),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3_ROPE}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 5}),
     "phi4-mini": (

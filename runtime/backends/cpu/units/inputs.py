@@ -129,7 +129,7 @@ def norm_inplace(i: int, control: int, part: int, parts: int, _scratch: int) -> 
 
 @compiled_unit
 def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
+    """F(gate) * up or f(up), and quantization of its output."""
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = sizes_of(to)
@@ -137,7 +137,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
-            gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, 0, padded)
+            gate_by(gate.form, gate.limit, gate.slopes, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
             round_groups(to, row, rows, 0, groups)
@@ -147,7 +147,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         row, g = item // groups, item % groups
         source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, start, stop)
+        gate_by(gate.form, gate.limit, gate.slopes, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, g, g + 1)
