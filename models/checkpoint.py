@@ -22,8 +22,8 @@ from models.spec import XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
 
 _TABLE_ROWS = 8192
 """Rows of an embedding table that are computed in float32 at a time."""
-_BY_HEADS = 2
-"""Modules of what a delta rule reads, where each has all key heads' (`Checkpoint._heads_apart`)."""
+_BY_HEADS = (2, 3)
+"""Numbers of modules of what a delta rule reads, where some have all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
@@ -149,8 +149,8 @@ class Checkpoint:
             rows = rows[self._halves()]
         if kind == "qkv" and self.files.family.proportional:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
-        if kind == "qkv" and len(self._sources(name)) == _BY_HEADS and self._mixer(name) == "delta":
-            rows = rows[self._heads_apart()]
+        if kind == "qkv" and (parts := len(self._sources(name))) in _BY_HEADS and self._mixer(name) == "delta":
+            rows = rows[self._heads_apart(parts)]
         if kind == "qkv" and self._is_mamba(name):
             rows = rows[self._states_first()]
         if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
@@ -206,19 +206,23 @@ class Checkpoint:
         rest = torch.arange(2 * spec.q_width, 2 * spec.q_width + 2 * spec.kv_width)
         return torch.cat((q[:, 0].flatten(), rest, q[:, 1].flatten()))
 
-    def _heads_apart(self) -> torch.Tensor:
+    def _heads_apart(self, parts: int) -> torch.Tensor:
         """Rows of a delta rule's q, k, v, beta, decay and gates, by the places at which each key head's are together.
 
-        First q, k, v and gates of each, then its betas and decays. int64 [N].
+        First q, k, v and gates of each, then its betas and decays; of three modules only these, before gates.
+        int64 [N].
         """
         delta = self.spec.delta
         assert delta is not None
         each = delta.value_heads // delta.key_heads
+        both = torch.arange(2 * delta.value_heads).view(delta.key_heads, 2, each).transpose(0, 1).flatten()
+        if parts > min(_BY_HEADS):
+            gates = torch.arange(delta.inputs, delta.inputs + delta.value_width)
+            return torch.cat((torch.arange(delta.channels), delta.channels + both, gates))
         sizes = [delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim]
         first = torch.arange(delta.key_heads * sum(sizes)).view(delta.key_heads, -1)
         q, k, v, gates = (part.flatten() for part in torch.split(first, sizes, dim=1))
-        beta, decay = (first.numel() + torch.arange(2 * delta.value_heads)).view(delta.key_heads, 2, each).unbind(1)
-        return torch.cat((q, k, v, beta.flatten(), decay.flatten(), gates))
+        return torch.cat((q, k, v, first.numel() + both, gates))
 
     def _is_of_latents(self, name: str) -> bool:
         """Whether a linear layer is one of latent attention, which several tensors are multiplied into."""
@@ -288,6 +292,9 @@ class Checkpoint:
         found = self.files.family.sources(name, self._mixer(name))
         if self.files.keys_as_values and name.endswith("qkv") and self.spec.windows[int(name.split(".")[1])] is None:
             return (*found[:2], *found[1:2])
+        whole = found[0].endswith("in_proj_qkvz") and f"{found[0]}.weight" not in self.files.entries
+        if whole:  # what llama.cpp divides
+            return found[0].removesuffix("z"), found[1], found[0].replace("qkvz", "z")
         return found
 
     def _vector_key(self, name: str) -> str:
@@ -401,7 +408,9 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     if not name.endswith("qkv"):
         return (rows // parts,) * parts
     if spec.mixer(int(name.split(".")[1])) == "delta" and delta is not None:
-        if parts == _BY_HEADS:
+        if parts == max(_BY_HEADS):
+            return delta.channels, 2 * delta.value_heads, delta.value_width
+        if parts == min(_BY_HEADS):
             return delta.channels + delta.value_width, 2 * delta.value_heads
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
     heads = spec.heads_of(int(name.split(".")[1]))

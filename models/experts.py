@@ -103,12 +103,14 @@ def separate(
             # ERNIE has it as a row.
             found[name] = Part(tensor=tensor, shape=tensor.shape[1:]) if len(tensor.shape) > 1 else tensor
             continue
-        if mixture is not None and mixture.shared and (own_one := _SHARED.fullmatch(name)):
+        own_one = _SHARED.fullmatch(name)
+        if own_one and (mixture is None or mixture.shared):
             modules = _MODULES.get(own_one["name"], ())
             rows = tensor.shape[0] // len(modules) if modules else 0
             for at, module in enumerate(modules):
                 half = tensor.rows(at * rows, rows) if len(modules) > 1 else tensor
-                found |= _of_shared(half, own_one["mlp"], module, mixture)
+                alone = {f"{own_one['mlp']}.{module}.weight": half}  # Granite's, an MLP where there are no others
+                found |= _of_shared(half, own_one["mlp"], module, mixture) if mixture else alone
             continue
         match = _STACKED.fullmatch(name)
         modules = _MODULES.get(match["name"], ()) if match else ()

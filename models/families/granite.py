@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 
 from models.families.family import (
-    SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
     attention_biases,
@@ -122,11 +121,6 @@ GRANITE_FOURTH = replace(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     read=_read_fourth,
-    linear_sources={
-        **SEPARATE_LINEAR_SOURCES,
-        "gate_up": ("mlp.shared_expert.gate_up_proj",),
-        "down": ("mlp.shared_expert.down_proj",),
-    },
     mixer_sources={"delta": MAMBA_SOURCES},
 )
 """Granite 4, with Mamba-2 in most blocks or attention in all, with experts or without."""

@@ -77,7 +77,7 @@ def _orders(fields: Fields, name: str) -> dict[str, Order]:
     """
     if ARCHITECTURES[name].pairs:
         heads = fields.integer(f"{name}.attention.head_count")
-        kv_heads = fields.integer(f"{name}.attention.head_count_kv", heads)
+        kv_heads = _kv_heads(fields, name, heads)
         return {"self_attn.q_proj": Order(outer=heads, inner=2), "self_attn.k_proj": Order(outer=kv_heads, inner=2)}
     if not ARCHITECTURES[name].delta:
         return {}
@@ -110,7 +110,7 @@ REMEDY = "Take the file from the model's publisher, or another conversion of the
 
 _FOREIGN = ("attention.clamp_kqv", "attention.max_alibi_bias", "expert_group_count", "use_parallel_residual")
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
-_USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3", "arcee", "apertus")
+_USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3", "arcee", "apertus", "granitehybrid")
 """Architectures whose heads are as wide as the hidden size says where config.json doesn't."""
 _MAX_FACTORS = 1 << 16
 _NEVER = 1e20
@@ -205,7 +205,9 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
 
 def _width(fields: Fields, name: str, blocks: int, absent: int | None) -> int:
     key = f"{name}.feed_forward_length"
-    return each_block(fields, key, blocks)[0] if ARCHITECTURES[name].wide else fields.integer(key, absent)
+    if ARCHITECTURES[name].wide:
+        return each_block(fields, key, blocks)[0]
+    return _only(fields, key, "an MLP").integer(key, absent)
 
 
 def _share(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -227,14 +229,20 @@ def _kv_heads(fields: Fields, name: str, heads: int) -> int:
     """Key-value heads; a list has those of every block, 0 where there is no attention."""
     key = f"{name}.attention.head_count_kv"
     listed = fields.table.get(key)
-    if not isinstance(listed, list | memoryview):
-        return fields.integer(key, heads)
-    if ARCHITECTURES[name].wide:
+    if isinstance(listed, list | memoryview) and ARCHITECTURES[name].wide:
         return replace(fields, table={key: listed[0] if len(listed) else None}).integer(key)
+    return _only(fields, key, "attention").integer(key, heads)
+
+
+def _only(fields: Fields, key: str, what: str) -> Fields:
+    """The metadata with the number that is the same in all blocks that have it, where a list has 0 for the others."""
+    listed = fields.table.get(key)
+    if not isinstance(listed, list | memoryview):
+        return fields
     counts = {int(count) for count in listed} - {0}
     if len(counts) != 1:
-        raise fields.wrong(key, listed, "the same in all blocks that have attention")
-    return replace(fields, table={key: counts.pop()}).integer(key)
+        raise fields.wrong(key, listed, f"the same in all blocks that have {what}")
+    return replace(fields, table={key: counts.pop()})
 
 
 def _factors(tensor: GgufTensor) -> list[float]:

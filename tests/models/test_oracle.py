@@ -226,8 +226,8 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
     if spec.family == "nemotron_h":
         modules = {checkpoint.files.own_name(f"{module}.").rstrip("."): name for module, name in modules.items()}
     if spec.family == "granitemoehybrid":
-        theirs_of = {"mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear"}
-        theirs_of["mlp.shared_expert.down_proj"] = "shared_mlp.output_linear"
+        theirs_of = {"mlp.gate_proj": "shared_mlp.input_linear"}
+        theirs_of["mlp.down_proj"] = "shared_mlp.output_linear"
         for ours, stored in theirs_of.items():
             modules = {module.replace(ours, stored): name for module, name in modules.items()}
     hooks = [
