@@ -12,6 +12,7 @@ Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i
 `layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
 attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
 reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
+One with a state beside attention has `layers.{i}.state.qkv` and `layers.{i}.state.o` for it.
 One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `layers.{i}.queries.qkv`.
 One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
 `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
@@ -28,7 +29,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import JOIN, QUERIES, XIELU_LINEAR, XIELU_MOST, ModelSpec
+from models.spec import JOIN, QUERIES, STATE_O, STATE_QKV, XIELU_LINEAR, XIELU_MOST, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ Kind = Literal[
 - `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
-  gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm and are multiplied by silu(gate).
+  gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm, if there is one, and are multiplied by silu(gate).
 - `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each; f(up)
   of an MLP without a gate, of [M, width].
 - `experts`: what the experts that a block's router chooses for each row make of it, weighed and summed up. The router
@@ -290,12 +291,17 @@ class Builder:
         return self.own_tokens(layer, x) if self.spec.token_width else x
 
     def mix(self, layer: int, x: Node) -> Node:
-        """The residual stream after attention, a gated short convolution, or a gated delta rule."""
+        """The residual stream after attention, a gated short convolution, or a gated delta rule, or two of them."""
+        both = self.spec.mixer(layer) == "both"
+        # Who adds in place has then read the stream for both.
+        states = self.linear(self.read(x, layer, "input_norm"), layer, STATE_QKV) if both else None
         kinds: dict[str, Kind] = {"convolution": "convolve", "delta": "delta"}
         inputs = [self.linear(self.read(x, layer, "input_norm"), layer, "qkv")]
         if self.spec.latent is not None and self.spec.latent.query_rank:
             own = self.node("read", *inputs, layer=layer, norm=f"layers.{layer}.queries_norm")
             inputs.append(self.linear(own, layer, QUERIES))
+        if states is not None:
+            x = self.node("add", x, self.linear(self.node("delta", states, layer=layer), layer, STATE_O))
         mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), *inputs, layer=layer)
         norm = f"layers.{layer}.o_norm" if self.spec.norm_after else ""
         return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)

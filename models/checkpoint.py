@@ -18,7 +18,7 @@ from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import GgufTensor
-from models.spec import XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
+from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
 
 _TABLE_ROWS = 8192
 """Rows of an embedding table that are computed in float32 at a time."""
@@ -132,10 +132,11 @@ class Checkpoint:
         modules = [self._embedding_module()] if name == "head" and self.spec.tied else self._sources(name)
         parts = [self.files.entries[f"{module}.weight"] for module in modules]
         found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
-        queries = self.files.multipliers.get("q", 1.0) if name.endswith("qkv") else 1.0
-        if self.files.family.centered and name.endswith((".o", ".down")):
+        multipliers = self.files.multipliers
+        part = multipliers.get("q" if name.endswith("qkv") else "gate" if name.endswith("gate_up") else "", 1.0)
+        if name.endswith(STATE_QKV) or (self.files.family.centered and name.endswith((".o", ".down"))):
             return None
-        whole = self._multiplier(name) == queries == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
+        whole = self._multiplier(name) == part == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
         return found if whole and expert_of(name) is None else None
 
     def in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -151,16 +152,20 @@ class Checkpoint:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
         if kind == "qkv" and (parts := len(self._sources(name))) in _BY_HEADS and self._mixer(name) == "delta":
             rows = rows[self._heads_apart(parts)]
+        if name.endswith(STATE_QKV):
+            rows = rows.to(torch.float32) * self._state_factors().view(-1, *(1,) * (rows.ndim - 1))
         if kind == "qkv" and self._is_mamba(name):
             rows = rows[self._states_first()]
-        if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
+        if kind == "qkv" and self.spec.gated and self._mixer(name) == "attention":
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
-        attends = kind == "qkv" and self.spec.mixer(int(name.split(".")[1])) in ("attention", "shared")
+        attends = kind == "qkv" and self._mixer(name) in ("attention", "shared")
         of_queries = self.files.multipliers.get("q", 1.0) if attends else 1.0
-        if of_all == of_queries == 1:
+        of_gates = self.files.multipliers.get("gate", 1.0) if kind == "gate_up" else 1.0
+        if of_all == of_queries == of_gates == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
+        rows[: len(rows) // 2] *= of_gates
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
 
@@ -238,6 +243,15 @@ class Checkpoint:
         sizes = [delta.value_width, delta.key_width, delta.key_width]
         return torch.cat(torch.split(torch.arange(delta.channels), sizes)[::-1])
 
+    def _state_factors(self) -> torch.Tensor:
+        """Factors of what Mamba-2 reads, in the checkpoint's order. float32 [rows]."""
+        delta, factors = self.spec.delta, self.files.multipliers
+        assert delta is not None
+        widths = {"gates": delta.value_width, "x": delta.value_width, "B": delta.key_width, "C": delta.key_width}
+        widths["steps"] = delta.value_heads
+        own = (torch.full((width,), factors.get(f"{STATE_QKV}.{part}", 1.0)) for part, width in widths.items())
+        return torch.cat(list(own))
+
     def _states_first(self) -> torch.Tensor:
         """Rows of Mamba-2's C, B, x, steps, steps and gates, by their places behind gates, x, B and C. int64 [N]."""
         delta = self.spec.delta
@@ -304,7 +318,7 @@ class Checkpoint:
         return tuple(f"{module}.weight" for module in self._sources(name))
 
     def _mixer(self, name: str) -> Mixer:
-        return self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
+        return self.spec.mixer_of(name) if name.startswith("layers.") else "attention"
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -401,13 +415,13 @@ class Checkpoint:
 def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
     rows, delta = spec.linear_shape(name)[0], spec.delta
-    if name.endswith("qkv") and delta is not None and delta.mamba and spec.mixer(int(name.split(".")[1])) == "delta":
+    if name.endswith("qkv") and delta is not None and delta.mamba and spec.mixer_of(name) == "delta":
         return (rows - delta.value_heads,)
     if parts == 1:
         return (rows,)
     if not name.endswith("qkv"):
         return (rows // parts,) * parts
-    if spec.mixer(int(name.split(".")[1])) == "delta" and delta is not None:
+    if spec.mixer_of(name) == "delta" and delta is not None:
         if parts == max(_BY_HEADS):
             return delta.channels, 2 * delta.value_heads, delta.value_width
         if parts == min(_BY_HEADS):

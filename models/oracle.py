@@ -145,7 +145,7 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
+        widths = {layer: spec.linear_shape(spec.state_linear(layer))[0] for layer in spec.state_layers}
         heads = {layer: spec.heads_of(layer) for layer in spec.attention_layers}
         keys, values = (
             {
@@ -410,7 +410,7 @@ class _Operations(Eager):
             history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.conv_kernel_size - 1, 0))
             read = recurrent.delta_inputs(delta, history, spec.conv_kernel_size, vectors)
             y, _ = recurrent.delta_rule_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
-            return recurrent.finish(delta, y, inputs[..., delta.inputs :], vectors["gain"], spec.gain_eps)
+            return recurrent.finish(delta, y, inputs[..., delta.inputs :], vectors.get("gain"), spec.gain_eps)
 
         return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,9 +19,9 @@ CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "after_rope"]
 Scoring = Literal["softmax", "sigmoid"]
-Mixer = Literal["attention", "shared", "convolution", "delta"]
+Mixer = Literal["attention", "shared", "convolution", "delta", "both"]
 """What mixes the tokens of a block: attention, with a cache, or over an earlier block's, which is `shared`; the others
-have a state instead."""
+have a state instead, or one `delta` beside attention."""
 _STATES = ("convolution", "delta")
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
@@ -35,6 +36,10 @@ QUERIES = "queries.qkv"
 TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
 """Further linear layers of a block with embeddings of its own: of the stream, of the tokens' first embeddings, and back
 to the stream."""
+STATE_QKV, STATE_O = "state.qkv", "state.o"
+"""Further linear layers of a block with a state beside attention, as `qkv` and `o` are of one that has no attention."""
+_OF_STATES = ("conv", "conv_bias", "decay", "dt", "skip", "gain")
+"""Vectors of a delta rule."""
 JOIN = "join.down"
 """The linear layer in front of a block that predicts a further token: of an embedding and of what the model left, side
 by side, to the stream."""
@@ -91,6 +96,8 @@ class DeltaSpec:
     """Whether it is Mamba-2. Beta is its step then, which makes the decay, too, and whose rows are there twice."""
     biased: bool = False
     """Whether its projections have biases."""
+    normed: bool = True
+    """Whether outputs pass a norm."""
 
     @property
     def gain_width(self) -> int:
@@ -344,17 +351,29 @@ class ModelSpec:
     def mlp_width(self, layer: int) -> int:
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
 
+    def mixer_of(self, name: str) -> Mixer:
+        """The mixer that a linear layer or a vector belongs to, `layers.3.state.o`; of two, one of them."""
+        _, layer, *own = name.split(".")
+        mixer = self.mixer(int(layer))
+        if mixer != "both":
+            return mixer
+        return "delta" if own[0] in ("state", *_OF_STATES) else "attention"
+
+    def state_linear(self, layer: int) -> str:
+        """The linear layer that a state reads the stream by."""
+        return f"layers.{layer}.{STATE_QKV if self.mixer(layer) == 'both' else 'qkv'}"
+
     def mixer(self, layer: int) -> Mixer:
         return self.mixers[layer] if self.mixers else "attention"
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Blocks that have a cache: those with attention of their own."""
-        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in ("attention", "both"))
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in _STATES)
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in (*_STATES, "both"))
 
     def cache_of(self, layer: int) -> int:
         """The block whose cache a block with attention reads: itself, or where that is shared, an earlier one."""
@@ -401,7 +420,7 @@ class ModelSpec:
         if layer_type == "head":
             return int(self.has_head)
         if layer_type not in MLP_TYPES:
-            return self.num_layers
+            return self.num_layers + self.mixers.count("both")
         mlps = self.num_layers - len(self.bare)
         if self.mixture is None:
             return mlps
@@ -429,16 +448,18 @@ class ModelSpec:
             vectors.pop("post_norm", None)
         if self.mixer(layer) not in _STATES:
             vectors |= self._attention_vectors(layer)
-        elif self.mixer(layer) == "convolution":
+        if self.mixer(layer) == "convolution":
             vectors["conv"] = self.conv_kernel_size * self.hidden_size
             if self.conv_bias:
                 vectors["conv_bias"] = self.hidden_size
-        elif self.delta is not None:
+        elif self.mixer(layer) in ("delta", "both") and self.delta is not None:
             vectors["conv"] = self.conv_kernel_size * self.delta.channels
             if self.conv_bias:
                 vectors["conv_bias"] = self.delta.channels
             of_heads = ("decay", "dt", "skip") if self.delta.mamba else ("decay", "dt")
-            vectors |= dict.fromkeys(of_heads, self.delta.value_heads) | {"gain": self.delta.gain_width}
+            vectors |= dict.fromkeys(of_heads, self.delta.value_heads)
+            if self.delta.normed:
+                vectors["gain"] = self.delta.gain_width
         if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
             vectors["router_bias"] = self.mixture.scores
         if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
@@ -528,7 +549,7 @@ class ModelSpec:
             return self.mixture is not None and self.mixture.bias
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        state = kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) in _STATES
+        state = kind in ("qkv", "o") and self.mixer_of(name) in _STATES
         if state:
             return self.conv_bias if self.delta is None else self.delta.biased
         return biased.get(kind, False) and not is_of_tokens(name) and not name.endswith(JOIN)
@@ -561,8 +582,8 @@ class ModelSpec:
         }
         if kind in shapes:
             return shapes[kind]
-        layers = [int(name.split(".")[1])] if name != kind else range(self.num_layers)
-        inner = [self._mixer_widths(layer)[kind == "o"] for layer in layers]
+        names = [name] if name != kind else [own for own in self._mixing() if own.endswith(f".{kind}")]
+        inner = [self._mixer_widths(int(own.split(".")[1]), self.mixer_of(own))[kind == "o"] for own in names]
         mean = round(sum(inner) / len(inner))
         return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
 
@@ -580,9 +601,14 @@ class ModelSpec:
         """Channels of each head, the first ones, that attention gives `o`."""
         return self.heads_of(layer).dim if self.latent is None else self.latent.rank
 
-    def _mixer_widths(self, layer: int) -> tuple[int, int]:
-        """Output channels of a block's `qkv`, and input channels of its `o`."""
-        mixer = self.mixer(layer)
+    def _mixing(self) -> Iterator[str]:
+        """Names of the linear layers that mixers read and write by, but for further ones."""
+        for layer in range(self.num_layers):
+            kinds = (STATE_QKV, STATE_O, "qkv", "o") if self.mixer(layer) == "both" else ("qkv", "o")
+            yield from (f"layers.{layer}.{kind}" for kind in kinds)
+
+    def _mixer_widths(self, layer: int, mixer: Mixer) -> tuple[int, int]:
+        """Output channels of a mixer's `qkv`, and input channels of its `o`."""
         if mixer == "convolution":
             return 3 * self.hidden_size, self.hidden_size
         if mixer == "delta" and self.delta is not None:
@@ -597,6 +623,8 @@ class ModelSpec:
         )
         if self.parallel:
             kinds = ("gate_up", "qkv", "o", "down")
+        if self.mixer(layer) == "both":
+            kinds = (STATE_QKV, "qkv", STATE_O, *kinds[1:])
         if layer in self.bare:
             kinds = kinds[:-2]
         plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))

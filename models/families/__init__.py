@@ -13,6 +13,7 @@ from models.families.cohere import COHERE, COHERE2
 from models.families.deepseek import DEEPSEEK_V2, GLM4_MOE_LITE
 from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
+from models.families.falcon_h1 import FALCON_H1
 from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -36,7 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(ARCEE, APERTUS, COHERE, COHERE2),
+        *(ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H),
     )
@@ -46,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3 and "
     "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2, Arcee, "
-    "Apertus and Cohere (Command R7B)"
+    "Apertus, Cohere (Command R7B) and Falcon-H1"
 )
 """The families as an error message names them."""
 MIXTURES = (

@@ -36,7 +36,7 @@ def with_states(fields: Fields, spec: ModelSpec, *, groups: str, taps: int, conv
         groups: The key of the number of groups, whose heads share B and C.
         taps: Tokens that the convolution sees.
         conv_bias: Whether this has a bias.
-        own: `value_heads`, `key_dim`, `value_dim` and `biased` of `DeltaSpec`.
+        own: Other fields of `DeltaSpec`.
     """
     limits = fields.table.get("time_step_limit")
     if not 2 <= taps <= MOST_TAPS or limits not in _UNLIMITED:

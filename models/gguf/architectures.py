@@ -33,7 +33,7 @@ _EXAONE_WINDOW = 4096
 _LOCAL_THETA = 1e4
 _SIGMOID = 2
 """Number of the function that makes scores of a router's logits."""
-_GRANITES_MAMBA = {
+_COMMON_MAMBA = {
     "heads": "mamba_n_heads",
     "dim": "mamba_d_head",
     "groups": "mamba_n_groups",
@@ -315,7 +315,7 @@ def _mamba(fields: Fields, name: str, tensors: frozenset[str], keys: Mapping[str
 def _granite_hybrid(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
     """Blocks with Mamba-2 have its decays."""
     mamba = [f"model.layers.{block}.mamba.A_log" in tensors for block in range(config["num_hidden_layers"])]
-    found = _mamba(fields, name, tensors, _GRANITES_MAMBA) if any(mamba) else {"mamba_n_heads": 1}
+    found = _mamba(fields, name, tensors, _COMMON_MAMBA) if any(mamba) else {"mamba_n_heads": 1}
     inner = found["mamba_n_heads"] * found.pop("mamba_d_head", config["hidden_size"])
     if inner % config["hidden_size"]:
         raise fields.wrong(f"{name}.ssm.inner_size", inner, f"a multiple of the hidden size ({config['hidden_size']})")
@@ -331,6 +331,17 @@ def _granite_hybrid(fields: Fields, name: str, config: Mapping[str, Any], tensor
             f"{name}.expert_shared_feed_forward_length", config["intermediate_size"]
         ),
         "position_embedding_type": "rope" if rotates else None,
+        "attention_bias": _any_ends(tensors, "q_proj.bias"),
+    }
+
+
+def _falcon(fields: Fields, name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Weights in files are multiplied."""
+    return {
+        **_mamba(fields, name, tensors, _COMMON_MAMBA),
+        "mamba_d_ssm": fields.integer(f"{name}.ssm.inner_size"),
+        "mamba_rms_norm": _any_ends(tensors, "mamba.norm.weight"),
+        "mamba_norm_before_gate": False,
         "attention_bias": _any_ends(tensors, "q_proj.bias"),
     }
 
@@ -558,6 +569,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitehybrid": Architecture(
         model_type="granitemoehybrid", multipliers=MULTIPLIERS, experts=True, pairs=True, options=_granite_hybrid
     ),
+    "falcon-h1": Architecture(model_type="falcon_h1", options=_falcon),
     "nemotron_h": Architecture(model_type="nemotron_h", options=_nemotron),
     "nemotron_h_moe": Architecture(model_type="nemotron_h", experts=True, shared=True, options=_nemotron),
     "granite": Architecture(model_type="granite", multipliers=MULTIPLIERS, pairs=True, options=_granite),

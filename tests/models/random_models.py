@@ -88,6 +88,23 @@ NEMOTRON = {
     "moe_intermediate_size": 20,
     "moe_shared_expert_intermediate_size": 40,
 }
+FALCON = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 3.0,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.6,
+    "ssm_in_multiplier": 0.7,
+    "ssm_out_multiplier": 1.3,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 0.9, 1.1],
+    "mlp_multipliers": [1.4, 0.8],
+    "lm_head_multiplier": 0.9,
+}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 OF_LATENTS = {
@@ -341,6 +358,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
         },
     ),
+    "falcon-h1": ("FalconH1", {**FALCON, "mamba_conv_bias": False, "tie_word_embeddings": True}),
+    "falcon-h1-norms": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.5}),
     "cohere2": (
         "Cohere2",
@@ -355,7 +374,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe"),
+        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1"),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -372,7 +391,7 @@ MIXTURES = (
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
-    *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", *MIXTURES),
+    *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -466,6 +485,25 @@ def _drawn_nemotron(own: random.Random, _window: int, mask: list[str], _dim: int
     }
 
 
+def _drawn_falcon(own: random.Random, _window: int, _mask: list[str], _dim: int) -> dict[str, Any]:
+    heads, width = own.randint(1, 9), own.randint(3, 20)
+    return {
+        **{key: own.uniform(0.3, 1.5) for key in FALCON if key.endswith("_multiplier")},
+        "ssm_multipliers": [own.uniform(0.3, 1.5) for _ in range(5)],
+        "mlp_multipliers": [own.uniform(0.3, 1.5) for _ in range(2)],
+        "mamba_d_ssm": heads * width,
+        "mamba_n_heads": heads,
+        "mamba_d_head": width,
+        "mamba_n_groups": own.choice([number for number in range(1, 10) if heads % number == 0]),
+        "mamba_d_state": own.randint(3, 20),
+        "mamba_d_conv": own.randint(2, 5),
+        "mamba_conv_bias": own.random() < 0.5,
+        "mamba_rms_norm": own.random() < 0.5,
+        "mamba_norm_before_gate": False,
+        "rope_parameters": _drawn_rope(own),
+    }
+
+
 _NOT_UNIFIED = (
     *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"),
     *("num_experts", "top_k_experts", "moe_intermediate_size"),
@@ -483,6 +521,7 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
     },
     "Gemma4": _drawn_gemma4,
     "NemotronH": _drawn_nemotron,
+    "FalconH1": _drawn_falcon,
     "Gemma4Unified": lambda own, *of: {
         key: value for key, value in _drawn_gemma4(own, *of).items() if key not in _NOT_UNIFIED
     },

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.architecture import Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import JOIN, QUERIES, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import JOIN, QUERIES, STATE_QKV, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -538,7 +538,7 @@ class PlanOperations(Interpreter[Activations]):
             self._emit(self._convolution(x, node.layer, to))
         elif node.kind == "delta":
             assert spec.delta is not None
-            inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain")
+            inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain") if spec.delta.normed else 0
             gates = op.Matrix(inputs.at + 4 * spec.delta.inputs, inputs.stride)
             norms = spec.delta.key_heads if spec.delta.mamba else spec.delta.value_heads
             width = spec.delta.value_width // norms
@@ -700,6 +700,8 @@ def _buffer_of(name: str) -> str:
         return "stream"
     if is_of_tokens(name) and name.endswith("gate_up"):
         return name.split(".")[2]
+    if name.endswith(STATE_QKV):
+        return "state"
     return "queries" if name.endswith(QUERIES) else {"head": "logits"}.get(kind := layer_kind(name), kind)
 
 

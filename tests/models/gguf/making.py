@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "qwen3_next": "qwen3next",
+    "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
 }
 """`general.architecture` by `model_type`."""
@@ -191,11 +192,12 @@ def describe(writer: gguf.GGUFWriter, model: Any) -> None:
         _describe_nemotron(writer, config)
     else:
         writer.add_feed_forward_length(config.intermediate_size)
-    if config.model_type == "granitemoehybrid":
-        inner = config.mamba_expand * config.hidden_size
+    if config.model_type in ("granitemoehybrid", "falcon_h1"):
+        inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
         _describe_mamba(
             writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads, inner
         )
+    if config.model_type == "granitemoehybrid":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     if config.model_type.startswith(("qwen3_5", "qwen3_next")):

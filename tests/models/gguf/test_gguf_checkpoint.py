@@ -35,6 +35,7 @@ from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, 
 from tests.models.random_models import (
     CAPS,
     DELTA,
+    FALCON,
     GEMMA,
     GEMMA4,
     GRANITE,
@@ -62,6 +63,11 @@ OF_LATENTS = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+}
+OF_FALCON = {
+    **{key: value for key, value in FALCON.items() if "multiplier" not in key},  # files have multiplied weights
+    "mamba_d_ssm": 96,
+    "mamba_d_head": 16,
 }
 OF_GRANITE4 = {
     **GRANITE4_H,
@@ -231,6 +237,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {**OF_GRANITE4, "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
     ),
+    "falcon-h1": ("FalconH1", {**OF_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon-h1-plain": ("FalconH1", {**OF_FALCON, "mamba_norm_before_gate": False, "mamba_conv_bias": False}),
     "nemotron-h": (
         "NemotronH",
         {**NEMOTRON, "mamba_head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention"]},

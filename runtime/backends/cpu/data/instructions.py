@@ -431,7 +431,7 @@ class Finish(NamedTuple):
     x: Matrix  # float32, overwritten
     gate: Matrix  # float32
     to: Input  # the output
-    gain: int  # address of float32 [dim], weight of the norm; in Mamba-2 [heads * dim]
+    gain: int  # address of float32 [dim], weight of the norm; in Mamba-2 [heads * dim], or 0: there is none
     heads: int  # number of heads, or of groups of them with a norm
     dim: int  # dv, or the width of a group
     eps: float  # of the norm

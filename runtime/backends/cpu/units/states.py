@@ -348,7 +348,7 @@ def finish(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         x, out = finish.x.at + row * finish.x.stride, to.out.at + row * to.out.stride
         if finish.mamba != 0:
             gate_channels(finish.gate.at + row * finish.gate.stride, x, out, 0, padded)
-            for at in range(0, 4 * finish.heads * dim, 4 * dim):
+            for at in range(0, 4 * finish.heads * dim if finish.gain != 0 else 0, 4 * dim):
                 norm_head(out + at, finish.gain + at, dim, finish.eps)
         else:
             for head in range(finish.heads):

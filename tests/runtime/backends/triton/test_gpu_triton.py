@@ -26,6 +26,7 @@ from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from tests.runtime.conftest import LATENTS
+from tests.runtime.engine.talking import DELTA
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -124,6 +125,7 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
         (LATENTS, "latent attention"),
         ({"activation": "relu2"}, "MLPs without gates"),
         ({"parallel": True}, "attention and MLP side by side"),
+        ({"mixers": ("both", "both"), "delta": DELTA, "conv_kernel_size": 3}, "attention and a state side by side"),
     ],
 )
 def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(
