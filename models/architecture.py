@@ -53,7 +53,7 @@ Kind = Literal[
   [M, H * `attended_dim`]. Queries and keys pass norms and are rotated, keys and values enter the cache, queries see it
   causally, within spec.windows[layer]. A block without keys reads an earlier one's cache (`ModelSpec.cache_of`), which
   has the step's tokens. Queries grow with their positions, latents pass a norm, values pass a norm, scores are capped,
-  sinks take a share and outputs are multiplied by the sigmoid of a gate as the specification says.
+  sinks take a share and outputs are multiplied by gates as the specification says.
 - `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
@@ -175,10 +175,6 @@ class Eager(Interpreter["Tensor"]):
         """Append k and v to the cache, then attention of q. q is [M, H * D], k and v [M, H_kv * D]."""
         raise NotImplementedError
 
-    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """X * sigmoid(gate). Both [M, H * D]."""
-        raise NotImplementedError
-
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """F(gate) * up. Both [M, width]."""
         raise NotImplementedError
@@ -210,7 +206,14 @@ class Eager(Interpreter["Tensor"]):
         attended = self.attention(q, k, v, node.layer)
         if self.spec.latent is not None:
             attended = self.heads(attended, node.layer)[..., : self.spec.latent.rank].flatten(-2)
-        return self.output_gate(attended, *gate) if gate else attended
+        return attended * self.opened(gate[0].to(attended.dtype), node.layer) if gate else attended
+
+    def opened(self, gate: Tensor, layer: int) -> Tensor:
+        """What gates of attention let through of each channel. [M, H * D] or [M, H] -> [M, H * D]."""
+        from torch.nn import functional
+
+        shares = gate.sigmoid() if self.spec.gate_form == "sigmoid" else functional.softplus(gate)
+        return shares.repeat_interleave(self.spec.heads_of(layer).dim, -1) if self.spec.head_gates else shares
 
     def latent_norm(self, x: Tensor, place: slice) -> Tensor:
         """RMSNorm, without a weight, of a latent among the channels of keys or values [M, D]."""

@@ -22,6 +22,8 @@ from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec,
 
 _TABLE_ROWS = 8192
 """Rows of an embedding table that are computed in float32 at a time."""
+_APART = 3
+"""Modules of q, k and v, where each head's gate follows its q (`Checkpoint._gates_last`)."""
 _BY_HEADS = (2, 3)
 """Numbers of modules of what a delta rule reads, where some have all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
@@ -156,7 +158,12 @@ class Checkpoint:
             rows = rows.to(torch.float32) * self._state_factors().view(-1, *(1,) * (rows.ndim - 1))
         if kind == "qkv" and self._is_mamba(name):
             rows = rows[self._states_first()]
-        if kind == "qkv" and self.spec.gated and self._mixer(name) == "attention":
+        if (
+            kind == "qkv"
+            and self.spec.gated
+            and self._mixer(name) == "attention"
+            and len(self._sources(name)) == _APART
+        ):
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
         attends = kind == "qkv" and self._mixer(name) in ("attention", "shared")
@@ -428,6 +435,8 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
             return delta.channels + delta.value_width, 2 * delta.value_heads
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
     heads = spec.heads_of(int(name.split(".")[1]))
+    if parts > _APART:
+        return spec.attention_widths(int(name.split(".")[1]))
     return (2 if spec.gated else 1) * heads.q_width, heads.kv_width, heads.kv_width
 
 

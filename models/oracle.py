@@ -396,9 +396,6 @@ class _Operations(Eager):
 
         return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 
-    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.to(self.oracle.dtype).sigmoid()
-
     def delta(self, node: Node) -> Tensor:
         spec, delta = self.spec, self.spec.delta
         assert delta is not None

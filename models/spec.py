@@ -18,6 +18,7 @@ b (exp(min(x, -1e-6)) - 1 - x) + x / 2 (Huang and Schlag 2024)."""
 CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "after_rope"]
+GateForm = Literal["sigmoid", "softplus"]
 Scoring = Literal["softmax", "sigmoid"]
 Mixer = Literal["attention", "shared", "convolution", "delta", "both"]
 """What mixes the tokens of a block: attention, with a cache, or over an earlier block's, which is `shared`; the others
@@ -279,6 +280,12 @@ class ModelSpec:
     """Whether attention reads latents, in all blocks (DeepSeek-V2). Heads are what `LatentSpec` says."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
+    gate_form: GateForm = "sigmoid"
+    """Or by another function of it (Laguna)."""
+    head_gates: bool = False
+    """Whether there is a gate for each head instead of each channel (Laguna)."""
+    query_heads: tuple[int, ...] = ()
+    """H of each block, where blocks differ (Laguna)."""
     conv_bias: bool = False
     norm_before: bool = True
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
@@ -341,7 +348,8 @@ class ModelSpec:
     def heads_of(self, layer: int) -> HeadShape:
         if self.wide_heads is not None and self.windows[layer] is None:
             return self.wide_heads
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        heads = self.query_heads[layer] if self.query_heads else self.num_heads
+        return HeadShape(heads, self.num_kv_heads, self.head_dim)
 
     @property
     def mlp_parts(self) -> int:
@@ -595,7 +603,8 @@ class ModelSpec:
         heads = self.heads_of(layer)
         own = () if self.mixer(layer) == "shared" else (heads.kv_width, heads.kv_width)
         first = self.latent.query_rank if self.latent is not None else 0
-        return (first or heads.q_width, *own, *((heads.q_width,) if self.gated else ()))
+        gates = (heads.heads if self.head_gates else heads.q_width,) if self.gated else ()
+        return (first or heads.q_width, *own, *gates)
 
     def attended_dim(self, layer: int) -> int:
         """Channels of each head, the first ones, that attention gives `o`."""

@@ -22,6 +22,7 @@ from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_FOURTH, GRANITE_MOE, GRANITE_MOE_SHARED
 from models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from models.families.laguna import LAGUNA
 from models.families.lfm2 import LFM2, LFM2_MOE
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
@@ -39,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
         *(ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
-        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H),
+        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H, LAGUNA),
     )
 }
 """Every supported family by its `model_type`."""
@@ -52,7 +53,7 @@ SUPPORTED = (
 """The families as an error message names them."""
 MIXTURES = (
     "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, GLM-4.7-Flash, "
-    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE, Hunyuan-MoE and Nemotron-H"
+    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE, Hunyuan-MoE, Nemotron-H and Laguna"
 )
 """Those with experts."""
 

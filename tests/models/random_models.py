@@ -105,6 +105,15 @@ FALCON = {
     "mlp_multipliers": [1.4, 0.8],
     "lm_head_multiplier": 0.9,
 }
+OF_LAGUNA = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
+    "moe_routed_scaling_factor": 1.8,
+}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 OF_LATENTS = {
@@ -360,6 +369,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1": ("FalconH1", {**FALCON, "mamba_conv_bias": False, "tie_word_embeddings": True}),
     "falcon-h1-norms": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "laguna": (
+        "Laguna",
+        {
+            **OF_LAGUNA,
+            "layer_types": MIXED,
+            "num_attention_heads_per_layer": [4, 2, 6],
+            "rope_parameters": {**LAYERED_ROPE, "full_attention": {**YARN, "partial_rotary_factor": 0.5}},
+        },
+    ),
+    "laguna-channels": ("Laguna", {**OF_LAGUNA, "gating": "per-element"}),
     "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.5}),
     "cohere2": (
         "Cohere2",
@@ -385,7 +404,7 @@ MECHANISMS = frozenset(
 MIXTURES = (
     *("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe"),
     *("Glm4Moe", "Ernie4_5_Moe", "Lfm2Moe", "Qwen3Next", "HunYuanMoEV1", "DeepseekV2", "Glm4MoeLite"),
-    "NemotronH",
+    *("NemotronH", "Laguna"),
 )
 """Families with experts."""
 DRAWN_FAMILIES = (
@@ -504,6 +523,26 @@ def _drawn_falcon(own: random.Random, _window: int, _mask: list[str], _dim: int)
     }
 
 
+def _drawn_laguna(own: random.Random, window: int, mask: list[str], dim: int) -> dict[str, Any]:
+    width = own.randint(3, 40)
+    return {
+        "sliding_window": window,
+        "layer_types": mask,
+        "gating": own.choice([True, "per-head", "per-element"]),
+        "num_attention_heads_per_layer": [6 * own.randint(1, 2) for _ in mask],  # of 1 to 3 heads of keys
+        "mlp_layer_types": [own.choice(["dense", "sparse"]) for _ in mask],
+        "num_experts": (experts := own.randint(1, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width * own.randint(1, 3),
+        "moe_routed_scaling_factor": own.uniform(0.5, 2),
+        "rope_parameters": {
+            "full_attention": {**_drawn_rope(own), "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim},
+            "sliding_attention": _drawn_rope(own),
+        },
+    }
+
+
 _NOT_UNIFIED = (
     *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"),
     *("num_experts", "top_k_experts", "moe_intermediate_size"),
@@ -522,6 +561,7 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
     "Gemma4": _drawn_gemma4,
     "NemotronH": _drawn_nemotron,
     "FalconH1": _drawn_falcon,
+    "Laguna": _drawn_laguna,
     "Gemma4Unified": lambda own, *of: {
         key: value for key, value in _drawn_gemma4(own, *of).items() if key not in _NOT_UNIFIED
     },

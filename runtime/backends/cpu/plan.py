@@ -303,7 +303,8 @@ class PlanOperations(Interpreter[Activations]):
         )
         widest = max(spec.heads_of(own).dim for own in spec.attention_layers)
         part = padded(widest, LANES) + LANES
-        partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
+        most = max(spec.heads_of(own).heads for own in range(spec.num_layers))
+        partial = self._buffer("partial", (self._rows * self._cache.max_splits * most * part,), np.float32)
         self._emit(
             op.Attend(
                 q=q,
@@ -527,11 +528,15 @@ class PlanOperations(Interpreter[Activations]):
             rotated=tiled.trellis,
         )
         if node.kind == "attend":
-            heads, gates = spec.num_heads, self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE
+            heads, gates = (
+                spec.heads_of(node.layer),
+                self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE,
+            )
             sinks = self._constants.vector(f"{prefix}.sinks") if spec.sinks else 0
             partial = address_of(self._buffers["partial"])
-            dim, given = spec.heads_of(node.layer).dim, spec.attended_dim(node.layer)
-            self._emit(op.Merge(partial, to, heads, dim, given, gates, sinks))
+            softplus, each = spec.gate_form == "softplus", heads.dim if spec.head_gates else 1
+            given = spec.attended_dim(node.layer)
+            self._emit(op.Merge(partial, to, heads.heads, heads.dim, given, gates, sinks, softplus, each))
         elif node.kind == "gate":
             self._emit(op.Gate(x.place, to, *self._form(node.layer)))
         elif node.kind == "convolve":

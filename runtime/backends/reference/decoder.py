@@ -258,9 +258,6 @@ class _Pass(Eager):
             lambda row: cache.attend(owner, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
-    def output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return x * gate.sigmoid()
-
     def delta(self, node: Node) -> torch.Tensor:
         assert self._decoder.mixers is not None
         return self._decoder.mixers.delta_rule(self.of(node), node.layer, self._slots, self._positions)

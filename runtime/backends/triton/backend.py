@@ -127,6 +127,8 @@ def _check(spec: ModelSpec) -> None:
     beside = "attention and MLP" if spec.parallel else "attention and a state" if "both" in spec.mixers else ""
     if beside:
         raise BackendError(f"there are no GPU kernels for {beside} side by side in {spec.family} models")
+    if spec.query_heads or spec.gate_form != "sigmoid":
+        raise BackendError(f"there are no GPU kernels for the heads and gates of {spec.family} models")
     if spec.activation in UNGATED:
         raise BackendError(f"there are no GPU kernels for the MLPs without gates of {spec.family} models")
 

@@ -147,6 +147,8 @@ class Merge(NamedTuple):
     given: int  # channels of each head, the first ones, that are written
     gate: Matrix = Matrix(0, 0)  # float32, by whose sigmoid each channel is multiplied; at 0: none
     sinks: int = 0  # address of float32 [H], scores that take a share of each head's attention; 0 = none
+    softplus: int = 0  # whether it is their softplus instead
+    each: int = 1  # and of how many channels
 
 
 class Border(NamedTuple):

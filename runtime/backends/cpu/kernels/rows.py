@@ -11,6 +11,7 @@ from models.spec import CLAMPED_GAIN, XIELU_LINEAR
 from runtime.backends.cpu.data.instructions import FORMS
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
+    absolute,
     add,
     div,
     exp,
@@ -19,6 +20,8 @@ from runtime.backends.cpu.machine.vector import (
     get_float,
     hadamard,
     load_floats,
+    log,
+    max_lanes,
     maximum,
     mul,
     set_float,
@@ -206,6 +209,24 @@ def output_gate(x: int, gates: int, width: int) -> None:
     for i in range(0, 4 * width, 64):
         shares = add(one, exp(sub(zero_floats(), load_floats(gates + i))))
         store_floats(x + i, div(load_floats(x + i), shares))
+
+
+@kernel
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x))."""
+    falling = exp(sub(zero_floats(), absolute(x)))
+    return add(maximum(x, zero_floats()), log(add(fill(numba.float32(1.0)), falling)))
+
+
+@kernel
+def softplus_gate(x: int, gates: int, width: int, each: int) -> None:
+    """x[i] *= log(1 + exp(gates[i // each])) for i < width; addresses of float32."""
+    if each == 1:
+        for i in range(0, 4 * width, 64):
+            store_floats(x + i, mul(load_floats(x + i), softplus(load_floats(gates + i))))
+        return
+    for i in range(width // each):
+        scale_row(x + 4 * i * each, each, max_lanes(softplus(fill(get_float(gates + 4 * i)))))
 
 
 @kernel
