@@ -23,7 +23,16 @@ from models.families.fields import Fields
 from models.families.rotary import rope_specs
 from models.spec import ModelSpec
 
-_ABSENT = {"head_dim": 128, "num_key_value_heads": 8, "moe_intermediate_size": 512, "num_experts": 256}
+_ABSENT = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "sliding_window": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+"""What an absent key means."""
 _FULL, _LOCAL, _SHARE = 500000.0, 10000.0, 0.5
 """Rotary bases of the blocks without and with a window, and the share of a head that rotates in the former, where
 config.json doesn't say."""
@@ -33,12 +42,7 @@ _GATES = {True: True, "per-head": True, "per-element": False}
 
 def _read(fields: Fields) -> ModelSpec:
     refuse_attention_bias(fields)
-    absent: dict[str, Any] = {
-        **_ABSENT,
-        "num_experts_per_tok": 8,
-        "shared_expert_intermediate_size": 512,
-        "sliding_window": 512,
-    }
+    absent: dict[str, Any] = dict(_ABSENT)
     if fields.section("rope_parameters") is None:
         full = {"rope_theta": _FULL, "partial_rotary_factor": _SHARE}
         absent["rope_parameters"] = {"full_attention": full, "sliding_attention": {"rope_theta": _LOCAL}}
@@ -49,7 +53,7 @@ def _read(fields: Fields) -> ModelSpec:
             "read ('moe_apply_router_weight_on_input') are not supported. Choose another model."
         )
     gating = fields.table.get("gating", True)
-    if gating not in _GATES:
+    if not isinstance(gating, bool | str) or gating not in _GATES:
         raise fields.wrong("gating", gating, "true, per-head or per-element")
     common, layers = read_common(fields), layers_of(fields)
     rope, local = rope_specs(fields, common["head_dim"], common["max_context"], theta=_FULL, local=_LOCAL)

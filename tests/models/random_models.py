@@ -82,7 +82,7 @@ NEMOTRON = {
     "n_groups": 2,
     "ssm_state_size": 12,
     "conv_kernel": 3,
-    "time_step_min": 1e-30,  # below it transformers raises steps, where the publisher's kernels don't
+    "time_step_min": 1e-30,  # transformers raises steps below it, against time_step_limit
     "n_routed_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
