@@ -373,7 +373,6 @@ def _nemotron(fields: Fields, name: str, config: Mapping[str, Any], tensors: fro
         "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
         "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": fields.integer(f"{name}.expert_shared_feed_forward_length"),
-        "moe_latent_size": 1 if _any_ends(tensors, "latent_proj.weight") else None,
         "routed_scaling_factor": shortest(fields.number(f"{name}.expert_weights_scale", 1.0)),
         "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
     }

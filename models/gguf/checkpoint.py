@@ -239,7 +239,7 @@ def _only(fields: Fields, key: str, what: str) -> Fields:
     listed = fields.table.get(key)
     if not isinstance(listed, list | memoryview):
         return fields
-    counts = {int(count) for count in listed} - {0}
+    counts = set(listed) - {0} if all(type(count) is int for count in listed) else set[int]()
     if len(counts) != 1:
         raise fields.wrong(key, listed, f"the same in all blocks that have {what}")
     return replace(fields, table={key: counts.pop()})

@@ -513,6 +513,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "by-layer": ({"llama.attention.head_count": [4, 4]}, r"head_count' is \[4, 4\]"),
     "nothing-said": ({"general.architecture": None}, "'general.architecture' is missing"),
     "heads": ({"llama.attention.head_count_kv": 3}, "num_key_value_heads"),
+    "widths": ({"llama.feed_forward_length": [96, 64]}, "the same in all blocks that have an MLP"),
+    "words for widths": ({"llama.feed_forward_length": ["a", "b"]}, "the same in all blocks that have an MLP"),
     "no-tokens": ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
     "token-types": ({"tokenizer.ggml.token_type": [1, 1]}, "64 tokens and 2 types"),
     "more-tokens": (
