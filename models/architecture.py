@@ -12,6 +12,7 @@ Weights are named `embed`, `layers.{i}.input_norm`, `layers.{i}.qkv`, `layers.{i
 `layers.{i}.down`, `layers.{i}.down_norm`, `norm`, `head`; a bias belongs to its linear layer. q, k, v and the gate of
 attention are fused along the output in that order, and so are gate and up, and what a convolution or a delta rule
 reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
+One with a state beside attention has `layers.{i}.state.qkv` and `layers.{i}.state.o` for it.
 One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `layers.{i}.queries.qkv`.
 One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
 `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
@@ -28,7 +29,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import JOIN, QUERIES, ModelSpec
+from models.spec import JOIN, QUERIES, STATE_O, STATE_QKV, XIELU_LINEAR, XIELU_MOST, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,12 +53,13 @@ Kind = Literal[
   [M, H * `attended_dim`]. Queries and keys pass norms and are rotated, keys and values enter the cache, queries see it
   causally, within spec.windows[layer]. A block without keys reads an earlier one's cache (`ModelSpec.cache_of`), which
   has the step's tokens. Queries grow with their positions, latents pass a norm, values pass a norm, scores are capped,
-  sinks take a share and outputs are multiplied by the sigmoid of a gate as the specification says.
+  sinks take a share and outputs are multiplied by gates as the specification says.
 - `convolve`: a gated short convolution over the step's rows and the tokens before; the rows enter its state. Of
   [M, 3 C], B, G and u side by side, it gives G * conv(B * u), [M, C].
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
-  gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm and are multiplied by silu(gate).
-- `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each.
+  gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm, if there is one, and are multiplied by silu(gate).
+- `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each; f(up)
+  of an MLP without a gate, of [M, width].
 - `experts`: what the experts that a block's router chooses for each row make of it, weighed and summed up. The router
   reads the second input. [M, C] -> [M, C]. See `models.routing`.
 - `norm`: RMSNorm of the output of a linear layer.
@@ -173,13 +175,23 @@ class Eager(Interpreter["Tensor"]):
         """Append k and v to the cache, then attention of q. q is [M, H * D], k and v [M, H_kv * D]."""
         raise NotImplementedError
 
-    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """X * sigmoid(gate). Both [M, H * D]."""
-        raise NotImplementedError
-
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """F(gate) * up. Both [M, width]."""
         raise NotImplementedError
+
+    def slopes(self, layer: int) -> tuple[Tensor, ...]:
+        """Both slopes of a block's xIELU, float32 [1] each."""
+        raise NotImplementedError
+
+    def activated(self, x: Tensor, layer: int) -> Tensor:
+        """What an MLP or an expert gives `down`, of the output [M, parts * width] of its `gate_up`."""
+        if self.spec.activation == "relu2":
+            return x.clamp(min=0).square()
+        if self.spec.activation == "xielu":
+            rising, falling = self.slopes(layer)
+            below = falling * (x.clamp(max=XIELU_MOST).expm1() - x)
+            return (rising * x.square()).where(x > 0, below) + XIELU_LINEAR * x
+        return self.activate(*x.chunk(2, dim=-1))
 
     def attend(self, node: Node) -> Tensor:
         q, *others = self.split(self.of(node), self.spec.attention_widths(node.layer))
@@ -194,7 +206,14 @@ class Eager(Interpreter["Tensor"]):
         attended = self.attention(q, k, v, node.layer)
         if self.spec.latent is not None:
             attended = self.heads(attended, node.layer)[..., : self.spec.latent.rank].flatten(-2)
-        return self.output_gate(attended, *gate) if gate else attended
+        return attended * self.opened(gate[0].to(attended.dtype), node.layer) if gate else attended
+
+    def opened(self, gate: Tensor, layer: int) -> Tensor:
+        """What gates of attention let through of each channel. [M, H * D] or [M, H] -> [M, H * D]."""
+        from torch.nn import functional
+
+        shares = gate.sigmoid() if self.spec.gate_form == "sigmoid" else functional.softplus(gate)
+        return shares.repeat_interleave(self.spec.heads_of(layer).dim, -1) if self.spec.head_gates else shares
 
     def latent_norm(self, x: Tensor, place: slice) -> Tensor:
         """RMSNorm, without a weight, of a latent among the channels of keys or values [M, D]."""
@@ -241,8 +260,7 @@ class Eager(Interpreter["Tensor"]):
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
             return self.activate(self.of(node), self.of(node, 1))
-        width = self.spec.mlp_width(node.layer)
-        return self.activate(*self.split(self.of(node), (width, width)))
+        return self.activated(self.of(node), node.layer)
 
 
 class Builder:
@@ -265,16 +283,28 @@ class Builder:
 
     def block(self, layer: int, x: Node) -> Node:
         """One decoder block. [M, C] -> [M, C]."""
-        x = self.mlp(layer, self.mix(layer, x))
+        if self.spec.parallel:  # who adds in place has then read the stream for both
+            inside = self.linear(self.read(x, layer, "post_norm"), layer, "gate_up")
+            x = self.mix(layer, x)
+            return self.node("add", x, self.linear(self.node("gate", inside, layer=layer), layer, "down"))
+        x = self.mix(layer, x)
+        if layer in self.spec.bare:
+            return x
+        x = self.mlp(layer, x)
         return self.own_tokens(layer, x) if self.spec.token_width else x
 
     def mix(self, layer: int, x: Node) -> Node:
-        """The residual stream after attention, a gated short convolution, or a gated delta rule."""
+        """The residual stream after attention, a gated short convolution, or a gated delta rule, or two of them."""
+        both = self.spec.mixer(layer) == "both"
+        # Who adds in place has then read the stream for both.
+        states = self.linear(self.read(x, layer, "input_norm"), layer, STATE_QKV) if both else None
         kinds: dict[str, Kind] = {"convolution": "convolve", "delta": "delta"}
         inputs = [self.linear(self.read(x, layer, "input_norm"), layer, "qkv")]
         if self.spec.latent is not None and self.spec.latent.query_rank:
             own = self.node("read", *inputs, layer=layer, norm=f"layers.{layer}.queries_norm")
             inputs.append(self.linear(own, layer, QUERIES))
+        if states is not None:
+            x = self.node("add", x, self.linear(self.node("delta", states, layer=layer), layer, STATE_O))
         mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), *inputs, layer=layer)
         norm = f"layers.{layer}.o_norm" if self.spec.norm_after else ""
         return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)

@@ -11,16 +11,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from models import latent, mtp
 from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import GgufTensor
-from models.spec import Mixer, ModelSpec, expert_of
+from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
 
-_BY_HEADS = 2
-"""Modules of what a delta rule reads, where each has all key heads' (`Checkpoint._heads_apart`)."""
+_TABLE_ROWS = 8192
+"""Rows of an embedding table that are computed in float32 at a time."""
+_APART = 3
+"""Modules of q, k and v, where each head's gate follows its q (`Checkpoint._gates_last`)."""
+_BY_HEADS = (2, 3)
+"""Numbers of modules of what a delta rule reads, where some have all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
@@ -84,6 +89,8 @@ class Checkpoint:
             weight = weight[self._channels_turned()]
         if kind == "conv":
             weight = weight.T.flatten()
+        if kind in XIELU_SLOPES:
+            weight = functional.softplus(weight) + (XIELU_LINEAR if kind == "falling" else 0)
         if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
         if kind.endswith("norm"):
@@ -111,14 +118,14 @@ class Checkpoint:
             entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
         weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self._multiplied(name, weight), self.bias(name)
+        return self._centered(name, self._multiplied(name, weight)), self.bias(name)
 
     def bias(self, name: str) -> torch.Tensor | None:
         """The bias of a linear layer, float32 [N], or None."""
         if not self.spec.has_bias(name):
             return None
         biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
-        return self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases]))
+        return self._centered(name, self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases])))
 
     def lattices(self, name: str) -> list[GgufTensor] | None:
         """The parts of a linear layer, low-bit or not, if their numbers are all that the file says of it."""
@@ -127,8 +134,11 @@ class Checkpoint:
         modules = [self._embedding_module()] if name == "head" and self.spec.tied else self._sources(name)
         parts = [self.files.entries[f"{module}.weight"] for module in modules]
         found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
-        queries = self.files.multipliers.get("q", 1.0) if name.endswith("qkv") else 1.0
-        whole = self._multiplier(name) == queries == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
+        multipliers = self.files.multipliers
+        part = multipliers.get("q" if name.endswith("qkv") else "gate" if name.endswith("gate_up") else "", 1.0)
+        if name.endswith(STATE_QKV) or (self.files.family.centered and name.endswith((".o", ".down"))):
+            return None
+        whole = self._multiplier(name) == part == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
         return found if whole and expert_of(name) is None else None
 
     def in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -138,24 +148,40 @@ class Checkpoint:
     def _multiplied(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """A linear layer's weight or bias, multiplied and in the order that the configuration asks for."""
         kind = name.rsplit(".", 1)[-1]
-        if kind == "qkv" and self.files.family.interleaved:
+        if kind == "qkv" and self.files.family.interleaved and self.spec.rope_of(int(name.split(".")[1])) is not None:
             rows = rows[self._halves()]
         if kind == "qkv" and self.files.family.proportional:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
-        if kind == "qkv" and len(self._sources(name)) == _BY_HEADS and self._mixer(name) == "delta":
-            rows = rows[self._heads_apart()]
+        if kind == "qkv" and (parts := len(self._sources(name))) in _BY_HEADS and self._mixer(name) == "delta":
+            rows = rows[self._heads_apart(parts)]
+        if name.endswith(STATE_QKV):
+            rows = rows.to(torch.float32) * self._state_factors().view(-1, *(1,) * (rows.ndim - 1))
         if kind == "qkv" and self._is_mamba(name):
             rows = rows[self._states_first()]
-        if kind == "qkv" and self.spec.gated and self.spec.mixer(int(name.split(".")[1])) == "attention":
+        if (
+            kind == "qkv"
+            and self.spec.gated
+            and self._mixer(name) == "attention"
+            and len(self._sources(name)) == _APART
+        ):
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
-        attends = kind == "qkv" and self.spec.mixer(int(name.split(".")[1])) in ("attention", "shared")
+        attends = kind == "qkv" and self._mixer(name) in ("attention", "shared")
         of_queries = self.files.multipliers.get("q", 1.0) if attends else 1.0
-        if of_all == of_queries == 1:
+        of_gates = self.files.multipliers.get("gate", 1.0) if kind == "gate_up" else 1.0
+        if of_all == of_queries == of_gates == 1:
             return rows
         rows = rows.to(torch.float32) * of_all
+        rows[: len(rows) // 2] *= of_gates
         rows[: self.spec.q_width if kind == "qkv" else 0] *= of_queries
         return rows
+
+    def _centered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A linear layer's weight or bias; what adds to a stream that LayerNorms read, less its mean over outputs."""
+        if not self.files.family.centered or not name.endswith((".o", ".down")):
+            return rows
+        rows = rows.to(torch.float32)
+        return rows - rows.mean(0)
 
     def _multiplier(self, name: str) -> float:
         own, factors = name.split(".", 2)[-1], self.files.multipliers
@@ -192,19 +218,23 @@ class Checkpoint:
         rest = torch.arange(2 * spec.q_width, 2 * spec.q_width + 2 * spec.kv_width)
         return torch.cat((q[:, 0].flatten(), rest, q[:, 1].flatten()))
 
-    def _heads_apart(self) -> torch.Tensor:
+    def _heads_apart(self, parts: int) -> torch.Tensor:
         """Rows of a delta rule's q, k, v, beta, decay and gates, by the places at which each key head's are together.
 
-        First q, k, v and gates of each, then its betas and decays. int64 [N].
+        First q, k, v and gates of each, then its betas and decays; of three modules only these, before gates.
+        int64 [N].
         """
         delta = self.spec.delta
         assert delta is not None
         each = delta.value_heads // delta.key_heads
+        both = torch.arange(2 * delta.value_heads).view(delta.key_heads, 2, each).transpose(0, 1).flatten()
+        if parts > min(_BY_HEADS):
+            gates = torch.arange(delta.inputs, delta.inputs + delta.value_width)
+            return torch.cat((torch.arange(delta.channels), delta.channels + both, gates))
         sizes = [delta.key_dim, delta.key_dim, each * delta.value_dim, each * delta.value_dim]
         first = torch.arange(delta.key_heads * sum(sizes)).view(delta.key_heads, -1)
         q, k, v, gates = (part.flatten() for part in torch.split(first, sizes, dim=1))
-        beta, decay = (first.numel() + torch.arange(2 * delta.value_heads)).view(delta.key_heads, 2, each).unbind(1)
-        return torch.cat((q, k, v, beta.flatten(), decay.flatten(), gates))
+        return torch.cat((q, k, v, first.numel() + both, gates))
 
     def _is_of_latents(self, name: str) -> bool:
         """Whether a linear layer is one of latent attention, which several tensors are multiplied into."""
@@ -219,6 +249,15 @@ class Checkpoint:
         assert delta is not None
         sizes = [delta.value_width, delta.key_width, delta.key_width]
         return torch.cat(torch.split(torch.arange(delta.channels), sizes)[::-1])
+
+    def _state_factors(self) -> torch.Tensor:
+        """Factors of what Mamba-2 reads, in the checkpoint's order. float32 [rows]."""
+        delta, factors = self.spec.delta, self.files.multipliers
+        assert delta is not None
+        widths = {"gates": delta.value_width, "x": delta.value_width, "B": delta.key_width, "C": delta.key_width}
+        widths["steps"] = delta.value_heads
+        own = (torch.full((width,), factors.get(f"{STATE_QKV}.{part}", 1.0)) for part, width in widths.items())
+        return torch.cat(list(own))
 
     def _states_first(self) -> torch.Tensor:
         """Rows of Mamba-2's C, B, x, steps, steps and gates, by their places behind gates, x, B and C. int64 [N]."""
@@ -239,8 +278,15 @@ class Checkpoint:
         return torch.cat(((heads + order).flatten(), values))
 
     def embedding(self) -> torch.Tensor:
-        """The embedding table [V, C] in the checkpoint's own dtype."""
-        return self._table()
+        """The embedding table [V, C] in the checkpoint's own dtype; if its rows lose their means, not in bfloat16."""
+        table = self._table()
+        if not self.files.family.centered:
+            return table
+        found = torch.empty_like(table, dtype=torch.float16 if table.dtype == torch.bfloat16 else table.dtype)
+        for first in range(0, len(table), _TABLE_ROWS):
+            rows = table[first : first + _TABLE_ROWS].to(torch.float32)
+            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True)
+        return found
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
         """Rows of a block's own embedding table, float32. int64 [...] -> [..., P].
@@ -267,6 +313,9 @@ class Checkpoint:
         found = self.files.family.sources(name, self._mixer(name))
         if self.files.keys_as_values and name.endswith("qkv") and self.spec.windows[int(name.split(".")[1])] is None:
             return (*found[:2], *found[1:2])
+        whole = found[0].endswith("in_proj_qkvz") and f"{found[0]}.weight" not in self.files.entries
+        if whole:  # what llama.cpp divides
+            return found[0].removesuffix("z"), found[1], found[0].replace("qkvz", "z")
         return found
 
     def _vector_key(self, name: str) -> str:
@@ -276,7 +325,7 @@ class Checkpoint:
         return tuple(f"{module}.weight" for module in self._sources(name))
 
     def _mixer(self, name: str) -> Mixer:
-        return self.spec.mixer(int(name.split(".")[1])) if name.startswith("layers.") else "attention"
+        return self.spec.mixer_of(name) if name.startswith("layers.") else "attention"
 
     def _table(self) -> torch.Tensor:
         return self.files.entries[f"{self._embedding_module()}.weight"].read()
@@ -318,8 +367,8 @@ class Checkpoint:
             entry.check_readable()
         further = f"model.layers.{self.spec.num_layers}."
         for key, entry in files.entries.items():
-            # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
-            needless = key.endswith("rotary_emb.inv_freq")
+            # Old Llama checkpoints store the rotary frequencies, which follow from config.json, Apertus's constants.
+            needless = key.endswith(("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"))
             needless = needless or (files.family.predicts_further and key.startswith(further))
             needless = needless or self._shared_away(key)
             if key.startswith("model.layers.") and key not in expected and not needless:
@@ -373,17 +422,21 @@ class Checkpoint:
 def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
     rows, delta = spec.linear_shape(name)[0], spec.delta
-    if name.endswith("qkv") and delta is not None and delta.mamba and spec.mixer(int(name.split(".")[1])) == "delta":
+    if name.endswith("qkv") and delta is not None and delta.mamba and spec.mixer_of(name) == "delta":
         return (rows - delta.value_heads,)
     if parts == 1:
         return (rows,)
     if not name.endswith("qkv"):
         return (rows // parts,) * parts
-    if spec.mixer(int(name.split(".")[1])) == "delta" and delta is not None:
-        if parts == _BY_HEADS:
+    if spec.mixer_of(name) == "delta" and delta is not None:
+        if parts == max(_BY_HEADS):
+            return delta.channels, 2 * delta.value_heads, delta.value_width
+        if parts == min(_BY_HEADS):
             return delta.channels + delta.value_width, 2 * delta.value_heads
         return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
     heads = spec.heads_of(int(name.split(".")[1]))
+    if parts > _APART:
+        return spec.attention_widths(int(name.split(".")[1]))
     return (2 if spec.gated else 1) * heads.q_width, heads.kv_width, heads.kv_width
 
 

@@ -95,8 +95,9 @@ def read_folder(folder: Path) -> CheckpointFiles:
     if family.predicts_further:
         entries |= mtp.numbered(stored, spec.num_layers)
     tensors, types = read_low_bit(entries, text, source)
-    tensors = separate(tensors, family, spec.mixture)
     fields = Fields(table=text, source=source)
+    places = family.places(fields)
+    tensors = separate(tensors, family, spec.mixture, places)
     return CheckpointFiles(
         path=folder,
         configuration={name: read_file(path) for name, path in small.items() if path.exists()},
@@ -110,7 +111,7 @@ def read_folder(folder: Path) -> CheckpointFiles:
         entries=tensors,
         weights=tuple(sorted({entry.path for entry in entries.values()})),
         types=types,
-        own_name=partial(name_in_checkpoint, mixture=spec.mixture),
+        own_name=partial(name_in_checkpoint, mixture=spec.mixture, places=places),
     )
 
 

@@ -76,7 +76,10 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 def separate(
-    tensors: Mapping[str, StoredTensor], family: Family, mixture: MixtureSpec | None
+    tensors: Mapping[str, StoredTensor],
+    family: Family,
+    mixture: MixtureSpec | None,
+    places: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with one for each expert and module.
 
@@ -84,6 +87,7 @@ def separate(
         tensors: By their names in the checkpoint.
         family: Theirs.
         mixture: The experts; None: there are none.
+        places: Beginnings of names that are others here (`Family.places`).
 
     Returns:
         The same by their names here. A tensor of all experts that cannot be divided stays as it is.
@@ -93,16 +97,20 @@ def separate(
         name = own
         for old, new in family.renamed.items():
             name = name if new in name else name.replace(old, new)
+        *begin, last = name.split(".", 4)
+        name = places.get(".".join((*begin, "")), ".".join((*begin, ""))) + last
         if name.endswith(CORRECTION):
             # ERNIE has it as a row.
             found[name] = Part(tensor=tensor, shape=tensor.shape[1:]) if len(tensor.shape) > 1 else tensor
             continue
-        if mixture is not None and mixture.shared and (own_one := _SHARED.fullmatch(name)):
+        own_one = _SHARED.fullmatch(name)
+        if own_one and (mixture is None or mixture.shared):
             modules = _MODULES.get(own_one["name"], ())
             rows = tensor.shape[0] // len(modules) if modules else 0
             for at, module in enumerate(modules):
                 half = tensor.rows(at * rows, rows) if len(modules) > 1 else tensor
-                found |= _of_shared(half, own_one["mlp"], module, mixture)
+                alone = {f"{own_one['mlp']}.{module}.weight": half}  # Granite's, an MLP where there are no others
+                found |= _of_shared(half, own_one["mlp"], module, mixture) if mixture else alone
             continue
         match = _STACKED.fullmatch(name)
         modules = _MODULES.get(match["name"], ()) if match else ()
@@ -117,8 +125,12 @@ def separate(
     return found
 
 
-def name_in_checkpoint(name: str, mixture: MixtureSpec | None) -> str:
-    """What a checkpoint calls a shared expert's tensor that is named as an expert's here; other names stay."""
+def name_in_checkpoint(name: str, mixture: MixtureSpec | None, places: Mapping[str, str]) -> str:
+    """What a checkpoint calls a tensor that is named as a shared expert's here, or whose place is another one."""
+    for own, here in places.items():
+        if name.startswith(here):
+            name = own + name.removeprefix(here)
+            break
     match = _EXPERT.search(name)
     if mixture is None or match is None or int(match[1]) < mixture.experts:
         return name

@@ -19,7 +19,7 @@ from models import recurrent, rope
 from models.architecture import Eager, Node, block_graph, head_graph, step_graph
 from models.carried import Carried, begin, carry
 from models.routing import route
-from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
+from models.spec import CLAMPED_GAIN, XIELU_SLOPES, ModelSpec, RopeSpec, expert_of, router_of
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -145,7 +145,7 @@ class Oracle:
     def cache(self, batch: int, context: int) -> KVCache:
         """An empty KV cache for `batch` sequences of up to `context` tokens."""
         spec = self.spec
-        widths = {layer: spec.linear_shape(f"layers.{layer}.qkv")[0] for layer in spec.state_layers}
+        widths = {layer: spec.linear_shape(spec.state_linear(layer))[0] for layer in spec.state_layers}
         heads = {layer: spec.heads_of(layer) for layer in spec.attention_layers}
         keys, values = (
             {
@@ -396,9 +396,6 @@ class _Operations(Eager):
 
         return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 
-    def output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.to(self.oracle.dtype).sigmoid()
-
     def delta(self, node: Node) -> Tensor:
         spec, delta = self.spec, self.spec.delta
         assert delta is not None
@@ -410,7 +407,7 @@ class _Operations(Eager):
             history = functional.pad(inputs[..., : delta.inputs], (0, 0, spec.conv_kernel_size - 1, 0))
             read = recurrent.delta_inputs(delta, history, spec.conv_kernel_size, vectors)
             y, _ = recurrent.delta_rule_chunked(read, read.v.new_zeros(len(inputs), *spec.state_shape[2]))
-            return recurrent.finish(delta, y, inputs[..., delta.inputs :], vectors["gain"], spec.gain_eps)
+            return recurrent.finish(delta, y, inputs[..., delta.inputs :], vectors.get("gain"), spec.gain_eps)
 
         return self._from_the_beginning(self.of(node).to(self.oracle.dtype), node.layer, mixed)
 
@@ -451,7 +448,7 @@ class _Operations(Eager):
             self.oracle.rows = Rows(rows, x.shape[0], x.shape[1])
             gate_up = self._linear(flat[rows], f"layers.{layer}.experts.{expert}.gate_up")
             # A share counts before `down`, whose input then shows how much the expert matters.
-            inside = self.activate(*self.split(gate_up, (mixture.width, mixture.width)))
+            inside = self.activated(gate_up, layer)
             inside = inside * shares[rows, places, None].to(inside.dtype)
             out = self._linear(inside, down := f"layers.{layer}.experts.{expert}.down")
             if mixture.bias and (own := self.oracle.parameters(down)[1]) is not None:
@@ -459,6 +456,12 @@ class _Operations(Eager):
             total = total.index_add(0, rows, out.to(x.dtype))
         self.oracle.rows = None
         return total.view_as(x)
+
+    def activated(self, x: Tensor, layer: int) -> Tensor:
+        return super().activated(x.to(self.oracle.dtype), layer)
+
+    def slopes(self, layer: int) -> tuple[Tensor, ...]:
+        return tuple(self.oracle.parameters(f"layers.{layer}.{own}")[0] for own in XIELU_SLOPES)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         x, spec = gate.to(self.oracle.dtype), self.spec

@@ -38,6 +38,8 @@ def part_of(spec: ModelSpec, first: int, last: int) -> ModelSpec:
         windows=spec.windows[first:last],
         nope_layers=tuple(layer - first for layer in spec.nope_layers if layer in inside),
         mixers=spec.mixers[first:last],
+        query_heads=spec.query_heads[first:last],
+        bare=tuple(layer - first for layer in spec.bare if layer in inside),
         mixture=mixture,
         embeds=spec.embeds and first == 0,
         has_head=spec.has_head and ends,

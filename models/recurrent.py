@@ -153,15 +153,18 @@ def _heads(x: Tensor, dim: int) -> Tensor:
     return x.reshape(*x.shape[:-1], -1, dim)
 
 
-def finish(spec: DeltaSpec, y: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+def finish(spec: DeltaSpec, y: Tensor, gate: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of each head's outputs y [..., H, Dv] with the weight `gain` [Dv], times silu(gate) [..., H * Dv].
 
-    In Mamba-2 the gate comes first, and heads that share a key have one norm, with weights [H * Dv].
+    In Mamba-2 the gate comes first, and heads that share a key have one norm, with weights [H * Dv]; without weights
+    there is none.
 
     Returns:
         [..., H * Dv].
     """
     gate = functional.silu(gate)
+    if gain is None:
+        return y.flatten(-2) * gate
     if spec.mamba:
         y = _heads(y.flatten(-2) * gate, spec.value_width // spec.key_heads)
     normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)

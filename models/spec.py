@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
-"""The last is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`)."""
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"]
+"""`clamped_silu` is gpt-oss's: (up + 1) * g * sigmoid(1.702 g), with g and up within limits (`ModelSpec.gate_limit`).
+The last two are of one number, in an MLP without a gate: max(x, 0)², and Apertus's, which has two slopes."""
+UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
+XIELU_LINEAR, XIELU_MOST = 0.5, -1e-6
+XIELU_SLOPES = ("rising", "falling")
+"""Vectors a and b of xIELU, the factor of x, and where the exponential ends: of x > 0 it is a x² + x / 2, else
+b (exp(min(x, -1e-6)) - 1 - x) + x / 2 (Huang and Schlag 2024)."""
 CLAMPED_GAIN = 1.702
 """Of its sigmoid."""
 NormForm = Literal["head", "all", "after_rope"]
+GateForm = Literal["sigmoid", "softplus"]
 Scoring = Literal["softmax", "sigmoid"]
-Mixer = Literal["attention", "shared", "convolution", "delta"]
+Mixer = Literal["attention", "shared", "convolution", "delta", "both"]
 """What mixes the tokens of a block: attention, with a cache, or over an earlier block's, which is `shared`; the others
-have a state instead."""
+have a state instead, or one `delta` beside attention."""
 _STATES = ("convolution", "delta")
 
 LAYER_TYPES = ("qkv", "o", "gate_up", "down")
@@ -29,6 +37,10 @@ QUERIES = "queries.qkv"
 TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
 """Further linear layers of a block with embeddings of its own: of the stream, of the tokens' first embeddings, and back
 to the stream."""
+STATE_QKV, STATE_O = "state.qkv", "state.o"
+"""Further linear layers of a block with a state beside attention, as `qkv` and `o` are of one that has no attention."""
+_OF_STATES = ("conv", "conv_bias", "decay", "dt", "skip", "gain")
+"""Vectors of a delta rule."""
 JOIN = "join.down"
 """The linear layer in front of a block that predicts a further token: of an embedding and of what the model left, side
 by side, to the stream."""
@@ -85,6 +97,8 @@ class DeltaSpec:
     """Whether it is Mamba-2. Beta is its step then, which makes the decay, too, and whose rows are there twice."""
     biased: bool = False
     """Whether its projections have biases."""
+    normed: bool = True
+    """Whether outputs pass a norm."""
 
     @property
     def gain_width(self) -> int:
@@ -257,6 +271,8 @@ class ModelSpec:
     mixers: tuple[Mixer, ...] = ()
     """Per block: what mixes its tokens; empty: attention in all of them. One that is `shared` reads the cache of the
     last block before the first such one that has a window, or has none, as it does."""
+    bare: tuple[int, ...] = ()
+    """Blocks without an MLP or experts (Nemotron-H)."""
     conv_kernel_size: int = 0
     """Tokens that a short convolution sees, its own included."""
     delta: DeltaSpec | None = None
@@ -264,11 +280,19 @@ class ModelSpec:
     """Whether attention reads latents, in all blocks (DeepSeek-V2). Heads are what `LatentSpec` says."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)."""
+    gate_form: GateForm = "sigmoid"
+    """Or by another function of it (Laguna)."""
+    head_gates: bool = False
+    """Whether there is a gate for each head instead of each channel (Laguna)."""
+    query_heads: tuple[int, ...] = ()
+    """H of each block, where blocks differ (Laguna)."""
     conv_bias: bool = False
     norm_before: bool = True
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
     """Whether what they add to the residual stream passes an RMSNorm first (Gemma 2, OLMo 2)."""
+    parallel: bool = False
+    """Whether attention and MLP read the same stream, to which both are added (Cohere)."""
     inner_eps: float | None = None
     """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
@@ -324,10 +348,28 @@ class ModelSpec:
     def heads_of(self, layer: int) -> HeadShape:
         if self.wide_heads is not None and self.windows[layer] is None:
             return self.wide_heads
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        heads = self.query_heads[layer] if self.query_heads else self.num_heads
+        return HeadShape(heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def mlp_parts(self) -> int:
+        """How often as many rows as an MLP is wide `gate_up` has: gate and up, or up alone."""
+        return 1 if self.activation in UNGATED else 2
 
     def mlp_width(self, layer: int) -> int:
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
+
+    def mixer_of(self, name: str) -> Mixer:
+        """The mixer that a linear layer or a vector belongs to, `layers.3.state.o`; of two, one of them."""
+        _, layer, *own = name.split(".")
+        mixer = self.mixer(int(layer))
+        if mixer != "both":
+            return mixer
+        return "delta" if own[0] in ("state", *_OF_STATES) else "attention"
+
+    def state_linear(self, layer: int) -> str:
+        """The linear layer that a state reads the stream by."""
+        return f"layers.{layer}.{STATE_QKV if self.mixer(layer) == 'both' else 'qkv'}"
 
     def mixer(self, layer: int) -> Mixer:
         return self.mixers[layer] if self.mixers else "attention"
@@ -335,11 +377,11 @@ class ModelSpec:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Blocks that have a cache: those with attention of their own."""
-        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) == "attention")
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in ("attention", "both"))
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in _STATES)
+        return tuple(layer for layer in range(self.num_layers) if self.mixer(layer) in (*_STATES, "both"))
 
     def cache_of(self, layer: int) -> int:
         """The block whose cache a block with attention reads: itself, or where that is shared, an earlier one."""
@@ -379,16 +421,19 @@ class ModelSpec:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has a mixture of experts in place of an MLP."""
-        return self.mixture is not None and layer not in self.mixture.dense
+        return self.mixture is not None and layer not in self.mixture.dense and layer not in self.bare
 
     def products(self, layer_type: str) -> int:
         """Linear layers of a type that a token passes: `head` is one, `down` one of each block or chosen expert."""
         if layer_type == "head":
             return int(self.has_head)
-        if self.mixture is None or layer_type not in MLP_TYPES:
-            return self.num_layers
+        if layer_type not in MLP_TYPES:
+            return self.num_layers + self.mixers.count("both")
+        mlps = self.num_layers - len(self.bare)
+        if self.mixture is None:
+            return mlps
         mixtures = sum(map(self.has_experts, range(self.num_layers)))
-        return self.num_layers + mixtures * (self.mixture.experts_per_token - (not self.mixture.parallel_mlp))
+        return mlps + mixtures * (self.mixture.experts_per_token - (not self.mixture.parallel_mlp))
 
     def share_read(self, name: str) -> float:
         """The share of tokens that read a linear layer or an expert's tensor, if all experts are alike."""
@@ -403,21 +448,26 @@ class ModelSpec:
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
         the norm of each head's output. Mamba-2 has a `conv_bias`, too, `skip` with a factor of each head's values, and
-        a `gain` of all heads. `scale` is what the stream is multiplied by.
+        a `gain` of all heads. `scale` is what the stream is multiplied by, `rising` and
+        `falling` are the slopes of xIELU on either side.
         """
         vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        if layer in self.bare:
+            vectors.pop("post_norm", None)
         if self.mixer(layer) not in _STATES:
             vectors |= self._attention_vectors(layer)
-        elif self.mixer(layer) == "convolution":
+        if self.mixer(layer) == "convolution":
             vectors["conv"] = self.conv_kernel_size * self.hidden_size
             if self.conv_bias:
                 vectors["conv_bias"] = self.hidden_size
-        elif self.delta is not None:
+        elif self.mixer(layer) in ("delta", "both") and self.delta is not None:
             vectors["conv"] = self.conv_kernel_size * self.delta.channels
             if self.conv_bias:
                 vectors["conv_bias"] = self.delta.channels
             of_heads = ("decay", "dt", "skip") if self.delta.mamba else ("decay", "dt")
-            vectors |= dict.fromkeys(of_heads, self.delta.value_heads) | {"gain": self.delta.gain_width}
+            vectors |= dict.fromkeys(of_heads, self.delta.value_heads)
+            if self.delta.normed:
+                vectors["gain"] = self.delta.gain_width
         if self.mixture is not None and self.mixture.bias and self.has_experts(layer):
             vectors["router_bias"] = self.mixture.scores
         if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
@@ -430,6 +480,8 @@ class ModelSpec:
             vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
         if self.scaled:
             vectors["scale"] = 1
+        if self.activation == "xielu":
+            vectors |= dict.fromkeys(XIELU_SLOPES, 1)
         if self.joins:
             vectors |= dict.fromkeys(("embed_norm", "hidden_norm"), self.hidden_size)
         return {f"layers.{layer}.{name}": width for name, width in vectors.items()}
@@ -505,7 +557,7 @@ class ModelSpec:
             return self.mixture is not None and self.mixture.bias
         kind = name.rsplit(".", 1)[-1]
         biased = {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": self.mlp_bias, "down": self.mlp_bias}
-        state = kind in ("qkv", "o") and self.mixer(int(name.split(".")[1])) in _STATES
+        state = kind in ("qkv", "o") and self.mixer_of(name) in _STATES
         if state:
             return self.conv_bias if self.delta is None else self.delta.biased
         return biased.get(kind, False) and not is_of_tokens(name) and not name.endswith(JOIN)
@@ -532,14 +584,14 @@ class ModelSpec:
         ):
             width = self.mixture.width
         shapes = {
-            "gate_up": (2 * width, self.hidden_size),
+            "gate_up": (self.mlp_parts * width, self.hidden_size),
             "down": (self.hidden_size, width),
             "head": (self.vocab_size, self.hidden_size),
         }
         if kind in shapes:
             return shapes[kind]
-        layers = [int(name.split(".")[1])] if name != kind else range(self.num_layers)
-        inner = [self._mixer_widths(layer)[kind == "o"] for layer in layers]
+        names = [name] if name != kind else [own for own in self._mixing() if own.endswith(f".{kind}")]
+        inner = [self._mixer_widths(int(own.split(".")[1]), self.mixer_of(own))[kind == "o"] for own in names]
         mean = round(sum(inner) / len(inner))
         return (mean, self.hidden_size) if kind == "qkv" else (self.hidden_size, mean)
 
@@ -551,15 +603,21 @@ class ModelSpec:
         heads = self.heads_of(layer)
         own = () if self.mixer(layer) == "shared" else (heads.kv_width, heads.kv_width)
         first = self.latent.query_rank if self.latent is not None else 0
-        return (first or heads.q_width, *own, *((heads.q_width,) if self.gated else ()))
+        gates = (heads.heads if self.head_gates else heads.q_width,) if self.gated else ()
+        return (first or heads.q_width, *own, *gates)
 
     def attended_dim(self, layer: int) -> int:
         """Channels of each head, the first ones, that attention gives `o`."""
         return self.heads_of(layer).dim if self.latent is None else self.latent.rank
 
-    def _mixer_widths(self, layer: int) -> tuple[int, int]:
-        """Output channels of a block's `qkv`, and input channels of its `o`."""
-        mixer = self.mixer(layer)
+    def _mixing(self) -> Iterator[str]:
+        """Names of the linear layers that mixers read and write by, but for further ones."""
+        for layer in range(self.num_layers):
+            kinds = (STATE_QKV, STATE_O, "qkv", "o") if self.mixer(layer) == "both" else ("qkv", "o")
+            yield from (f"layers.{layer}.{kind}" for kind in kinds)
+
+    def _mixer_widths(self, layer: int, mixer: Mixer) -> tuple[int, int]:
+        """Output channels of a mixer's `qkv`, and input channels of its `o`."""
         if mixer == "convolution":
             return 3 * self.hidden_size, self.hidden_size
         if mixer == "delta" and self.delta is not None:
@@ -569,7 +627,15 @@ class ModelSpec:
     def block_linears(self, layer: int, *, experts: int | None = None) -> tuple[str, ...]:
         """Names of a block's linear layers in the order they run; of so many experts, in that of their numbers."""
         prefix = f"layers.{layer}"
-        kinds = ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
+        kinds: tuple[str, ...] = (
+            ("qkv", QUERIES, *LAYER_TYPES[1:]) if self.latent and self.latent.query_rank else LAYER_TYPES
+        )
+        if self.parallel:
+            kinds = ("gate_up", "qkv", "o", "down")
+        if self.mixer(layer) == "both":
+            kinds = (STATE_QKV, "qkv", STATE_O, *kinds[1:])
+        if layer in self.bare:
+            kinds = kinds[:-2]
         plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))
         last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
         if self.mixture is None or not self.has_experts(layer):

@@ -9,9 +9,11 @@ from string import digits
 from typing import Any
 
 from models.errors import UnsupportedModelError
+from models.families.cohere import COHERE, COHERE2
 from models.families.deepseek import DEEPSEEK_V2, GLM4_MOE_LITE
 from models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from models.families.exaone4 import EXAONE4
+from models.families.falcon_h1 import FALCON_H1
 from models.families.family import EXPERTS, Family
 from models.families.fields import PUBLISHED, Fields
 from models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -20,12 +22,15 @@ from models.families.glm4 import GLM4, GLM4_MOE
 from models.families.gpt_oss import GPT_OSS
 from models.families.granite import GRANITE, GRANITE_FOURTH, GRANITE_MOE, GRANITE_MOE_SHARED
 from models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from models.families.laguna import LAGUNA
 from models.families.lfm2 import LFM2, LFM2_MOE
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from models.families.nemotron import NEMOTRON_H
 from models.families.olmo import OLMO2, OLMO3, OLMOE
 from models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from models.families.qwen3_5 import QWEN3_NEXT, QWEN35, QWEN35_MOE
+from models.families.ungated import APERTUS, ARCEE
 from models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
@@ -33,20 +38,22 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
+        *(ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
-        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE),
+        *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H, LAGUNA),
     )
 }
 """Every supported family by its `model_type`."""
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3 and "
-    "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5 and LFM2"
+    "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2, Arcee, "
+    "Apertus, Cohere (Command R7B) and Falcon-H1"
 )
 """The families as an error message names them."""
 MIXTURES = (
     "gpt-oss, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Gemma 4, GLM-4.5, GLM-4.7-Flash, "
-    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE and Hunyuan-MoE"
+    "DeepSeek-V2-Lite, ERNIE 4.5, OLMoE, Granite-MoE, LFM2-MoE, Hunyuan-MoE, Nemotron-H and Laguna"
 )
 """Those with experts."""
 

@@ -50,11 +50,14 @@ _PARTS = {
     "dt": "",
     "skip": "",
     "conv_bias": ".bias",
+    "rising": ".alpha_p",
+    "falling": ".alpha_n",
     "router_bias": ".bias",
     "router_correction": CORRECTION,
 }
 """How tensors of vectors are called behind the name of their module, if not `.weight`."""
-_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+GATED: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Activations of gates, by what config.json calls them."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of the number of experts."""
 MOST_TAPS = 9
@@ -88,6 +91,8 @@ class Family:
     """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
     interleaved: bool = False
     """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
+    centered: bool = False
+    """Whether norms of the stream are LayerNorms without a bias. What is added to the stream then has no mean."""
     proportional: bool = False
     """Whether a share of all pairs i and i + D / 2 of a head rotates. Those rows of q and k, and of their norms, are
     then read first."""
@@ -98,6 +103,8 @@ class Family:
     mixture: bool = False
     routers: tuple[str, ...] = ("mlp.gate",)
     """Modules of a block's router: of the experts to choose from, and of the share of shared ones."""
+    projections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROJECTIONS)
+    """Modules of an expert that make up each of its linear layers."""
     expert_scales: str = ""
     """Vector of a block with a factor of each expert, which folds into its `down`."""
     alternating: bool = False
@@ -106,6 +113,10 @@ class Family:
     """Whether another block may follow the last, which predicts a further token (`models.mtp`)."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names in its checkpoints, and what they are called here (`models.experts`)."""
+
+    places: Callable[[Fields], Mapping[str, str]] = lambda _: {}
+    """What else begins tensors' names, behind `renamed`, up to the third point behind `model.layers.`, and how they
+    begin here, where blocks have other numbers."""
 
     def sources(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
         """Modules of the checkpoint whose tensors make up what `models.architecture` calls `name`.
@@ -119,7 +130,7 @@ class Family:
         if own in self.outer:
             return (self.outer[own],)
         if expert and expert[0] == "experts":
-            return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in PROJECTIONS[part])
+            return tuple(f"model.layers.{layer}.mlp.experts.{expert[-1]}.{module}" for module in self.projections[part])
         if part == "router":
             return tuple(f"model.layers.{layer}.{module}" for module in self.routers)
         modules = {**self.linear_sources, **self.mixer_sources.get(mixer, {})}
@@ -134,7 +145,13 @@ class Family:
         return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
 
 
-def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_norm_eps") -> dict[str, Any]:
+def read_common(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    eps: str = "rms_norm_eps",
+    activations: Mapping[str, Activation] = GATED,
+) -> dict[str, Any]:
     """The arguments of `ModelSpec` that every family reads alike; `spec_from_config` fills in the family.
 
     Options that change a block's arithmetic in unsupported ways are refused.
@@ -143,12 +160,13 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
         fields: config.json.
         head_dim: What an absent `head_dim` means; None = hidden_size / num_attention_heads.
         eps: The key of the norms' epsilon.
+        activations: Those of its MLP by what config.json calls them.
     """
     key = "hidden_activation" if fields.table.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(key, "silu")
-    if activation not in _ACTIVATIONS:
+    if activation not in activations:
         raise UnsupportedModelError(
-            f"{fields.source}: {key} '{activation}' is not supported (supported: {', '.join(_ACTIVATIONS)}). "
+            f"{fields.source}: {key} '{activation}' is not supported (supported: {', '.join(activations)}). "
             "Choose another model."
         )
     hidden = fields.integer("hidden_size", most=WIDEST)
@@ -173,7 +191,7 @@ def read_common(fields: Fields, *, head_dim: int | None = None, eps: str = "rms_
         "max_context": fields.integer("max_position_embeddings"),
         "norm_eps": fields.number(eps),
         "tied": fields.flag("tie_word_embeddings", False),
-        "activation": _ACTIVATIONS[activation],
+        "activation": activations[activation],
     }
 
 
@@ -182,6 +200,7 @@ def read_spec(
     *,
     head_dim: int | None = None,
     eps: str = "rms_norm_eps",
+    activations: Mapping[str, Activation] = GATED,
     aliases: Mapping[str, RopeKind] | None = None,
     **own: Any,
 ) -> ModelSpec:
@@ -191,10 +210,11 @@ def read_spec(
         fields: config.json.
         head_dim: As in `read_common`.
         eps: As in `read_common`.
+        activations: As in `read_common`.
         aliases: As in `rope_spec`.
         own: Fields of `ModelSpec`, which win over those that all families read alike.
     """
-    common = read_common(fields, head_dim=head_dim, eps=eps)
+    common = read_common(fields, head_dim=head_dim, eps=eps, activations=activations)
     if "rope" not in own:
         common["rope"] = rope_spec(fields, common["head_dim"], common["max_context"], aliases=aliases)
     return ModelSpec(**{"windows": (None,) * common["num_layers"], **common, **own})

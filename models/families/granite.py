@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from models.errors import UnsupportedModelError
 from models.families.family import (
-    MOST_TAPS,
-    SEPARATE_LINEAR_SOURCES,
     WIDEST,
     Family,
     attention_biases,
@@ -25,7 +22,8 @@ from models.families.family import (
     read_spec,
 )
 from models.families.fields import Fields
-from models.spec import DeltaSpec, Mixer, ModelSpec
+from models.families.mamba import MAMBA_SOURCES, with_states
+from models.spec import Mixer, ModelSpec
 
 
 def _read(fields: Fields) -> ModelSpec:
@@ -85,9 +83,6 @@ _MIXERS: dict[str, Mixer] = {
     **dict.fromkeys(("mamba", "linear_attention"), "delta"),
 }
 
-_UNLIMITED = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
-"""Limits of Mamba-2's steps that are none; JSON has no infinity."""
-
 
 def _read_fourth(fields: Fields) -> ModelSpec:
     mixers = listed_mixers(fields, _MIXERS, lambda layers: ["mamba"] * layers)
@@ -105,32 +100,19 @@ def _read_fourth(fields: Fields) -> ModelSpec:
 
 def _with_states(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """The same with Mamba-2."""
-    taps, limits = fields.integer("mamba_d_conv", 4), fields.table.get("time_step_limit")
-    if not 2 <= taps <= MOST_TAPS or limits not in _UNLIMITED:
-        raise UnsupportedModelError(
-            f"{fields.source}: Mamba-2 over {taps} tokens with steps limited to {limits} is not supported (2 to "
-            f"{MOST_TAPS} tokens without limits are). Choose another model."
-        )
     heads, whole = fields.integer("mamba_n_heads", 128), fields.integer("mamba_expand", 2) * spec.hidden_size
-    groups = fields.integer("mamba_n_groups", 1)
     if whole % heads or fields.table.get("mamba_d_head", "auto") not in ("auto", whole // heads):
         raise fields.wrong("mamba_n_heads", heads, f"mamba_expand * hidden_size ({whole}) / mamba_d_head")
-    if heads % groups:
-        raise fields.wrong("mamba_n_heads", heads, f"a multiple of mamba_n_groups ({groups})")
-    delta = DeltaSpec(
-        key_heads=groups,
-        value_heads=heads,
-        key_dim=fields.integer("mamba_d_state", 256, most=WIDEST),
-        value_dim=whole // heads,
-        mamba=True,
-        biased=fields.flag("mamba_proj_bias", False),
-    )
-    return replace(
-        spec,
-        delta=delta,
-        conv_kernel_size=taps,
+    return with_states(
+        fields.with_defaults({"mamba_n_groups": 1}),
+        replace(spec, inner_eps=fields.number("rms_norm_eps")),
+        groups="mamba_n_groups",
+        taps=fields.integer("mamba_d_conv", 4),
         conv_bias=fields.flag("mamba_conv_bias", True),
-        inner_eps=fields.number("rms_norm_eps"),
+        value_heads=heads,
+        value_dim=whole // heads,
+        key_dim=fields.integer("mamba_d_state", 256, most=WIDEST),
+        biased=fields.flag("mamba_proj_bias", False),
     )
 
 
@@ -139,22 +121,6 @@ GRANITE_FOURTH = replace(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     read=_read_fourth,
-    linear_sources={
-        **SEPARATE_LINEAR_SOURCES,
-        "gate_up": ("mlp.shared_expert.gate_up_proj",),
-        "down": ("mlp.shared_expert.down_proj",),
-    },
-    mixer_sources={
-        "delta": {
-            "qkv": ("mamba.in_proj",),
-            "o": ("mamba.out_proj",),
-            "conv": ("mamba.conv1d",),
-            "conv_bias": ("mamba.conv1d",),
-            "decay": ("mamba.A_log",),
-            "dt": ("mamba.dt_bias",),
-            "skip": ("mamba.D",),
-            "gain": ("mamba.norm",),
-        }
-    },
+    mixer_sources={"delta": MAMBA_SOURCES},
 )
 """Granite 4, with Mamba-2 in most blocks or attention in all, with experts or without."""

@@ -21,6 +21,9 @@ Options = Callable[[Fields, str, Mapping[str, Any], frozenset[str]], dict[str, A
 """Gives further entries of config.json, by the metadata, the architecture's name, the entries so far, and the names of
 tensors in Hugging Face's format."""
 Q_BIAS, GATE_BIAS = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias"
+UP_BIAS = "model.layers.0.mlp.up_proj.bias"
+MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+"""Keys of multipliers."""
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of soft caps, of scores and of logits."""
 _LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
@@ -30,7 +33,26 @@ _EXAONE_WINDOW = 4096
 _LOCAL_THETA = 1e4
 _SIGMOID = 2
 """Number of the function that makes scores of a router's logits."""
-_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4}
+_COMMON_MAMBA = {
+    "heads": "mamba_n_heads",
+    "dim": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "width": "mamba_d_state",
+    "taps": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+}
+_NEMOTRONS_MAMBA = {
+    "heads": "mamba_num_heads",
+    "dim": "mamba_head_dim",
+    "groups": "n_groups",
+    "width": "ssm_state_size",
+    "taps": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+}
+"""What config.json calls sizes of Mamba-2 (`_mamba`)."""
+_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4, "cohere2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
 
 
@@ -45,7 +67,7 @@ class Architecture:
     experts: bool = False
     shared: bool = False
     """Whether some of them may be shared."""
-    multipliers: bool = False
+    multipliers: tuple[str, ...] = ()
     delta: bool = False
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
@@ -214,6 +236,24 @@ def _experts(fields: Fields, name: str) -> dict[str, Any]:
     }
 
 
+def _arcee(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"hidden_act": "relu2", "attention_bias": Q_BIAS in tensors, "mlp_bias": UP_BIAS in tensors}
+
+
+def _apertus(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    return {"hidden_act": "xielu", "attention_bias": Q_BIAS in tensors}
+
+
+def _cohere(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    found = {
+        "layer_norm_eps": config["rms_norm_eps"],
+        "attention_bias": Q_BIAS in tensors,
+        "use_qk_norm": any(tensor.endswith("q_norm.weight") for tensor in tensors),
+        "logit_scale": shortest(fields.number(f"{name}.logit_scale", 1.0)),
+    }
+    return found | (_layers(fields, name, config["num_hidden_layers"]) if name == "cohere2" else {})
+
+
 def _glm(_fields: Fields, _name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
     rotating = config.get("partial_rotary_factor", 1.0)
     return {"attention_bias": Q_BIAS in tensors, "partial_rotary_factor": rotating}
@@ -227,15 +267,24 @@ def _ernie(_fields: Fields, _name: str, _config: Mapping[str, Any], tensors: fro
     return {"use_bias": Q_BIAS in tensors}
 
 
-def _granite(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
-    """One that has experts has other tensors; with a shared one, it is another model."""
+def _any_ends(tensors: frozenset[str], end: str) -> bool:
+    return any(tensor.endswith(end) for tensor in tensors)
+
+
+def _multipliers(fields: Fields, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's."""
     width = config.get("head_dim") or config["hidden_size"] / config["num_attention_heads"]
-    found: dict[str, Any] = {
+    return {
         "attention_multiplier": shortest(fields.number(f"{name}.attention.scale", 1 / math.sqrt(width))),
         "embedding_multiplier": shortest(fields.number(f"{name}.embedding_scale", 1.0)),
         "residual_multiplier": shortest(fields.number(f"{name}.residual_scale", 1.0)),
         "logits_scaling": shortest(fields.number(f"{name}.logit_scale", 1.0)),
     }
+
+
+def _granite(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """One that has experts has other tensors; with a shared one, it is another model."""
+    found = _multipliers(fields, name, config)
     found |= {"attention_bias": Q_BIAS in tensors, "mlp_bias": GATE_BIAS in tensors}
     if not ARCHITECTURES[name].experts:
         return found
@@ -245,6 +294,87 @@ def _granite(fields: Fields, name: str, config: Mapping[str, Any], tensors: froz
         **found,
         **_experts(fields, name),
         **({} if shared is None else {**other, "shared_intermediate_size": shared}),
+    }
+
+
+def _mamba(fields: Fields, name: str, tensors: frozenset[str], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Sizes of Mamba-2 by what config.json calls them."""
+    groups, width, heads, dim = delta_sizes(fields, name)
+    found = {
+        "heads": heads,
+        "dim": dim,
+        "groups": groups,
+        "width": width,
+        "taps": fields.integer(f"{name}.ssm.conv_kernel"),
+        "conv_bias": _any_ends(tensors, "mamba.conv1d.bias"),
+        "bias": _any_ends(tensors, "mamba.in_proj.bias"),
+    }
+    return {key: found[own] for own, key in keys.items()}
+
+
+def _granite_hybrid(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Blocks with Mamba-2 have its decays."""
+    mamba = [f"model.layers.{block}.mamba.A_log" in tensors for block in range(config["num_hidden_layers"])]
+    found = _mamba(fields, name, tensors, _COMMON_MAMBA) if any(mamba) else {"mamba_n_heads": 1}
+    inner = found["mamba_n_heads"] * found.pop("mamba_d_head", config["hidden_size"])
+    if inner % config["hidden_size"]:
+        raise fields.wrong(f"{name}.ssm.inner_size", inner, f"a multiple of the hidden size ({config['hidden_size']})")
+    rotates = fields.flag(f"{name}.rope.scaling.finetuned", False)
+    experts = fields.table.get(f"{name}.expert_count")
+    return {
+        **_multipliers(fields, name, config),
+        **found,
+        **(_experts(fields, name) if experts else {"num_local_experts": 0}),
+        "mamba_expand": inner // config["hidden_size"],
+        "layer_types": ["mamba" if own else "attention" for own in mamba],
+        "shared_intermediate_size": fields.integer(
+            f"{name}.expert_shared_feed_forward_length", config["intermediate_size"]
+        ),
+        "position_embedding_type": "rope" if rotates else None,
+        "attention_bias": _any_ends(tensors, "q_proj.bias"),
+    }
+
+
+def _falcon(fields: Fields, name: str, _config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Weights in files are multiplied."""
+    return {
+        **_mamba(fields, name, tensors, _COMMON_MAMBA),
+        "mamba_d_ssm": fields.integer(f"{name}.ssm.inner_size"),
+        "mamba_rms_norm": _any_ends(tensors, "mamba.norm.weight"),
+        "mamba_norm_before_gate": False,
+        "attention_bias": _any_ends(tensors, "q_proj.bias"),
+    }
+
+
+def _nemotron(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """What a block is, one of its tensors says."""
+    kinds = {
+        "mamba.A_log": "linear_attention",
+        "self_attn.q_proj.weight": "full_attention",
+        "mlp.experts.up_proj.weight": "moe",
+    }
+    blocks = [f"model.layers.{block}." for block in range(config["num_hidden_layers"])]
+    found: dict[str, Any] = {
+        "layers_block_type": [
+            next((kind for own, kind in kinds.items() if block + own in tensors), "mlp") for block in blocks
+        ],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": _any_ends(tensors, "mlp.up_proj.bias"),
+    }
+    if _any_ends(tensors, "mamba.A_log"):
+        found |= _mamba(fields, name, tensors, _NEMOTRONS_MAMBA)
+    if not ARCHITECTURES[name].experts:
+        return found
+    _check_sigmoid(fields, name)
+    return {
+        **found,
+        "n_routed_experts": fields.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": fields.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": fields.integer(f"{name}.expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": fields.integer(f"{name}.expert_shared_feed_forward_length"),
+        "routed_scaling_factor": shortest(fields.number(f"{name}.expert_weights_scale", 1.0)),
+        "norm_topk_prob": fields.flag(f"{name}.expert_weights_norm", True),
     }
 
 
@@ -408,6 +538,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", experts=True, options=_qwen2moe),
     "qwen3moe": Architecture(model_type="qwen3_moe", experts=True, options=_qwen3moe),
     "phi3": Architecture(model_type="phi3", windows=True),
+    "command-r": Architecture(model_type="cohere", multipliers=MULTIPLIERS[-1:], options=_cohere),
+    "cohere2": Architecture(model_type="cohere2", multipliers=MULTIPLIERS[-1:], windows=True, options=_cohere),
+    "arcee": Architecture(model_type="arcee", pairs=True, options=_arcee),
+    "apertus": Architecture(model_type="apertus", options=_apertus),
     "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
@@ -430,8 +564,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35moe": Architecture(
         model_type="qwen3_5_moe_text", delta=True, experts=True, post_norm="post_attention_norm", options=_qwen35
     ),
-    "granite": Architecture(model_type="granite", multipliers=True, pairs=True, options=_granite),
-    "granitemoe": Architecture(model_type="granitemoe", multipliers=True, experts=True, pairs=True, options=_granite),
+    "qwen3next": Architecture(model_type="qwen3_next", experts=True, post_norm="post_attention_norm", options=_qwen35),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid", multipliers=MULTIPLIERS, experts=True, pairs=True, options=_granite_hybrid
+    ),
+    "falcon-h1": Architecture(model_type="falcon_h1", options=_falcon),
+    "nemotron_h": Architecture(model_type="nemotron_h", options=_nemotron),
+    "nemotron_h_moe": Architecture(model_type="nemotron_h", experts=True, shared=True, options=_nemotron),
+    "granite": Architecture(model_type="granite", multipliers=MULTIPLIERS, pairs=True, options=_granite),
+    "granitemoe": Architecture(
+        model_type="granitemoe", multipliers=MULTIPLIERS, experts=True, pairs=True, options=_granite
+    ),
     "smollm3": Architecture(model_type="smollm3", pairs=True, options=_attention_bias),
     "seed_oss": Architecture(model_type="seed_oss", post_norm="post_attention_norm", options=_attention_bias),
     "lfm2": Architecture(model_type="lfm2", options=_lfm2),

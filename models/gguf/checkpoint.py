@@ -20,13 +20,14 @@ from models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
 from models.errors import CheckpointError, UnsupportedModelError
 from models.experts import name_in_checkpoint, separate
 from models.families import FAMILIES, family_of, nearest, spec_from_config
+from models.families.family import DEEPEST
 from models.families.fields import Fields
 from models.generation_config import gguf_generation_config
-from models.gguf.architectures import ARCHITECTURES, CAPS, delta_sizes, each_block, shortest
+from models.gguf.architectures import ARCHITECTURES, CAPS, MULTIPLIERS, delta_sizes, each_block, shortest
 from models.gguf.header import Header, read_model
-from models.gguf.tensors import GgufTensor, Order, further_blocks, name_in_file, tensors_of
+from models.gguf.tensors import GgufTensor, Number, Order, further_blocks, name_in_file, tensors_of
 from models.gguf.tokenizer import check_tokenizer, ends_of_generation, read_vocabulary, tokenizer_files
-from models.shard import weights_by_type
+from models.shard import StoredTensor, weights_by_type
 
 
 def read_gguf(path: Path) -> CheckpointFiles:
@@ -43,10 +44,12 @@ def read_gguf(path: Path) -> CheckpointFiles:
     known = ARCHITECTURES[architecture]
     fields = Fields(table=header.metadata, source=str(path), remedy=REMEDY)
     tensors = tensors_of(header, architecture, FAMILIES[known.model_type], _orders(fields, architecture))
+    slopes = _slopes(fields, architecture) if architecture == "apertus" else {}
     config = config_of(header, tensors)
     family = family_of(config, source=str(path))
     spec = spec_from_config(config, source=str(path), remedy=REMEDY)
     described = Fields(table=config, source=str(path))
+    places = family.places(described)
     tables = {CONFIG: config, GENERATION_CONFIG: gguf_generation_config(header.metadata)}
     return CheckpointFiles(
         path=path,
@@ -57,9 +60,9 @@ def read_gguf(path: Path) -> CheckpointFiles:
         keys_as_values=bool(family.keys_as_values) and described.flag(family.keys_as_values, False),
         described_in="the metadata",
         remedy=REMEDY,
-        entries=separate(tensors, family, spec.mixture),
+        entries=separate({**tensors, **slopes}, family, spec.mixture, places),
         weights=header.files,
-        own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture), architecture, family),
+        own_name=lambda name: name_in_file(name_in_checkpoint(name, spec.mixture, places), architecture, family),
         tokenizer=partial(tokenizer_files, header),
         types=weights_by_type(tensors.values()),
         decay_made=True,
@@ -74,7 +77,7 @@ def _orders(fields: Fields, name: str) -> dict[str, Order]:
     """
     if ARCHITECTURES[name].pairs:
         heads = fields.integer(f"{name}.attention.head_count")
-        kv_heads = fields.integer(f"{name}.attention.head_count_kv", heads)
+        kv_heads = _kv_heads(fields, name, heads)
         return {"self_attn.q_proj": Order(outer=heads, inner=2), "self_attn.k_proj": Order(outer=kv_heads, inner=2)}
     if not ARCHITECTURES[name].delta:
         return {}
@@ -88,14 +91,26 @@ def _orders(fields: Fields, name: str) -> dict[str, Order]:
     return {f"linear_attn.{module}": order for module, order in orders.items()}
 
 
+def _slopes(fields: Fields, name: str) -> dict[str, StoredTensor]:
+    """Slopes of xIELU by what a checkpoint calls them: lists of the metadata, with a number for each block."""
+    blocks, found = fields.integer(f"{name}.block_count", most=DEEPEST), dict[str, StoredTensor]()
+    for key in ("alpha_p", "alpha_n"):
+        listed = fields.table.get(f"xielu.{key}")
+        numbers: list[Any] = list(listed) if isinstance(listed, list | memoryview) else [listed] * blocks
+        if len(numbers) != blocks or not all(isinstance(each, float) and math.isfinite(each) for each in numbers):
+            raise fields.wrong(f"xielu.{key}", listed, f"a number, or a list of {blocks}")
+        for block, each in enumerate(numbers):
+            own = f"model.layers.{block}.mlp.act_fn.{key}"
+            found[own] = Number(path=Path(fields.source), name=f"xielu.{key}", value=each)
+    return found
+
+
 REMEDY = "Take the file from the model's publisher, or another conversion of the model."
 """Advice for invalid metadata."""
 
 _FOREIGN = ("attention.clamp_kqv", "attention.max_alibi_bias", "expert_group_count", "use_parallel_residual")
 """Keys of an architecture that change a block's arithmetic in unsupported ways unless they are 0."""
-_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-"""Likewise, unless the architecture has multipliers."""
-_USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3")
+_USUAL_HEADS = ("llama", "qwen2", "phi3", "granite", "granitemoe", "smollm3", "arcee", "apertus", "granitehybrid")
 """Architectures whose heads are as wide as the hidden size says where config.json doesn't."""
 _MAX_FACTORS = 1 << 16
 _NEVER = 1e20
@@ -124,7 +139,7 @@ def check_kind(header: Header) -> str:
     known = ARCHITECTURES[architecture]
     caps = (cap for cap in CAPS if cap not in known.caps)
     experts = [*(() if known.experts else ("expert_count",)), *(() if known.shared else ("expert_shared_count",))]
-    multipliers = () if known.multipliers else _MULTIPLIERS
+    multipliers = (key for key in MULTIPLIERS if key not in known.multipliers)
     for name in (*_FOREIGN, *multipliers, *caps, *experts):
         value = header.metadata.get(f"{architecture}.{name}")
         if value and not (name == "expert_group_count" and value == 1):
@@ -148,6 +163,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
     heads, blocks = fields.integer(f"{name}.attention.head_count"), fields.integer(f"{name}.block_count")
     blocks -= further_blocks(header)
     width = fields.optional_integer(f"{name}.expert_feed_forward_length")
+    eps = f"{name}.attention.layer_norm_epsilon"  # of LayerNorms
     if blocks > len(tensors):  # the following code would allocate memory for all of them
         raise fields.wrong(f"{name}.block_count", blocks, f"the number of blocks that {len(tensors)} tensors make up")
     config: dict[str, Any] = {
@@ -160,7 +176,9 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
         "num_key_value_heads": _kv_heads(fields, name, heads),
         "vocab_size": _rows(tensors, "model.embed_tokens.weight") or fields.integer(f"{name}.vocab_size"),
         "max_position_embeddings": fields.integer(f"{name}.context_length"),
-        "rms_norm_eps": shortest(fields.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": shortest(
+            fields.number(eps if eps in fields.table else f"{name}.attention.layer_norm_rms_epsilon")
+        ),
         "rope_theta": shortest(fields.number(f"{name}.rope.freq_base", 10000.0)),
         "hidden_act": "silu",
         "tie_word_embeddings": "lm_head.weight" not in tensors,
@@ -187,7 +205,9 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
 
 def _width(fields: Fields, name: str, blocks: int, absent: int | None) -> int:
     key = f"{name}.feed_forward_length"
-    return each_block(fields, key, blocks)[0] if ARCHITECTURES[name].wide else fields.integer(key, absent)
+    if ARCHITECTURES[name].wide:
+        return each_block(fields, key, blocks)[0]
+    return _only(fields, key, "an MLP").integer(key, absent)
 
 
 def _share(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -209,14 +229,20 @@ def _kv_heads(fields: Fields, name: str, heads: int) -> int:
     """Key-value heads; a list has those of every block, 0 where there is no attention."""
     key = f"{name}.attention.head_count_kv"
     listed = fields.table.get(key)
-    if not isinstance(listed, list | memoryview):
-        return fields.integer(key, heads)
-    if ARCHITECTURES[name].wide:
+    if isinstance(listed, list | memoryview) and ARCHITECTURES[name].wide:
         return replace(fields, table={key: listed[0] if len(listed) else None}).integer(key)
-    counts = {int(count) for count in listed} - {0}
+    return _only(fields, key, "attention").integer(key, heads)
+
+
+def _only(fields: Fields, key: str, what: str) -> Fields:
+    """The metadata with the number that is the same in all blocks that have it, where a list has 0 for the others."""
+    listed = fields.table.get(key)
+    if not isinstance(listed, list | memoryview):
+        return fields
+    counts = set(listed) - {0} if all(type(count) is int for count in listed) else set[int]()
     if len(counts) != 1:
-        raise fields.wrong(key, listed, "the same in all blocks that have attention")
-    return replace(fields, table={key: counts.pop()}).integer(key)
+        raise fields.wrong(key, listed, f"the same in all blocks that have {what}")
+    return replace(fields, table={key: counts.pop()})
 
 
 def _factors(tensor: GgufTensor) -> list[float]:

@@ -68,13 +68,11 @@ _VECTORS = {
     "ffn_gate_inp.scale": "router_norm",
     "exp_probs_b.bias": "router_correction",
     "ssm_a": "decay",
+    "ssm_d": "skip",
     "ssm_dt.bias": "dt",
 }
 """Other vectors, likewise, by their whole names."""
-_MIXERS = {
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
+_DELTA = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
@@ -83,7 +81,28 @@ _MIXERS = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-"""Modules of blocks with another mixer than attention."""
+_MIXERS = {
+    "conv.conv": {
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+    "linear_attn.in_proj_qkv": _DELTA,
+    "linear_attn.in_proj_qkvz": {
+        **_DELTA,
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    "mamba.in_proj": {
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
+    },
+}
+"""Modules of blocks with another mixer than attention, by one of them. Those of Qwen3-Next are divided or not."""
+_COLUMNS = ("ssm_a", "ssm_d", "ssm_norm")
+"""Vectors that some architectures store as a matrix."""
 _TOKENS = {"inp_gate": "inner.gate_up", "proj": "inner.down"}
 """Linear layers of blocks with embeddings of their own, by the names of `models.architecture`."""
 _OUTER = {
@@ -110,7 +129,7 @@ _LATENTS = {
 """Modules of latent attention (`models.latent`)."""
 _FURTHER = {f"nextn.{module}": module for module in (*mtp.MODULES.values(), "shared_head_norm")}
 """Modules of a block that predicts a further token (`models.mtp`)."""
-_CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d")
+_CONVOLUTIONS = ("conv.conv", "linear_attn.conv1d", "mamba.conv1d")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """What the name of an expert's tensor has, and that of all experts has not."""
 _PIECE = 1 << 20
@@ -163,6 +182,8 @@ class GgufTensor:
     order: Order | None = None
     """Its order of rows; None: the usual one."""
     convolves: bool = False
+    flat: bool = False
+    """Whether it is a vector, as which it may be stored as a matrix."""
 
     @property
     def path(self) -> Path:
@@ -175,7 +196,7 @@ class GgufTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape; in Hugging Face's format, a convolution's weight has one more axis."""
-        shape = self.info.shape
+        shape = (math.prod(self.info.shape),) if self.flat else self.info.shape
         return (shape[0], 1, *shape[1:]) if self.convolves else shape
 
     @property
@@ -258,6 +279,29 @@ class GgufTensor:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A tensor of one number, which Hugging Face's checkpoints have, and GGUF files among their metadata."""
+
+    path: Path
+    name: str
+    value: float
+    shape: tuple[int, ...] = (1,)
+    dtype: str = "F32"
+
+    def check_readable(self) -> None:
+        """It has been read."""
+
+    def rows(self, first: int, count: int) -> Number:
+        assert (first, count) == (0, 1)
+        return self
+
+    def read(self) -> torch.Tensor:
+        import torch
+
+        return torch.tensor([self.value])
+
+
 def further_blocks(header: Header) -> int:
     """Blocks behind the last that predict further tokens (MTP)."""
     count = header.metadata.get(f"{header.metadata.get('general.architecture')}.nextn_predict_layers", 0)
@@ -272,6 +316,8 @@ def _whole(family: Family) -> dict[str, str]:
         for mixer in mixers:
             if part in family.norms or part in family.mixer_sources.get(mixer, {}):
                 found[own] = family.vector(f"layers.0.{part}", mixer).removeprefix("model.layers.0.")
+    if family.model_type == "falcon_h1":
+        found["ffn_norm"] = family.vector("layers.0.post_norm").removeprefix("model.layers.0.")
     return found | ({"ffn_down_exps.scale": family.expert_scales} if family.expert_scales else {})
 
 
@@ -285,7 +331,7 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
     if gate:
         own["ffn_gate"] = gate[0]
     mixing = {module for sources in family.mixer_sources.values() for modules in sources.values() for module in modules}
-    mixers = {name: module for name, module in _MIXERS.items() if module in mixing}
+    mixers = {name: module for own, modules in _MIXERS.items() if own in mixing for name, module in modules.items()}
     tokens = {own: family.linear_sources[name][0] for own, name in _TOKENS.items() if name in family.linear_sources}
     fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
     latents = _LATENTS if QUERIES in family.linear_sources else {}
@@ -335,7 +381,8 @@ def tensors_of(header: Header, architecture: str, family: Family, orders: Mappin
                 "them. Choose another conversion of the model."
             )
         convolves = module in _CONVOLUTIONS and match["part"] == "weight"
-        tensor = GgufTensor(info=info, order=orders.get(module), convolves=convolves)
+        flat = match["module"] in _COLUMNS
+        tensor = GgufTensor(info=info, order=orders.get(module), convolves=convolves, flat=flat)
         if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
             tensor = tensor.rows(0, 1)
         tensors[("" if match["layer"] is None else f"model.layers.{int(match['layer'])}.") + str(own)] = tensor

@@ -155,7 +155,7 @@ class _Run:
     def backward(self, layer: int) -> None:
         layers = self.spec.num_layers
         states, gradients = self._load(_INPUT, layer), self._load(_GRADIENT, layer + 1)
-        names = [f"layers.{layer}.{kind}" for kind in LAYER_TYPES]
+        names = list(self.spec.block_linears(layer))
         sums = {name: torch.zeros(self.spec.linear_shape(name)) for name in names}
 
         def add(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:

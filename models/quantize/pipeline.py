@@ -83,9 +83,8 @@ class Pipeline:
             calibration = evaluation = None
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
-        special = (
-            spec.mixture is not None or spec.latent is not None or (spec.v_norm and not (recipe.trellis or recipe.kept))
-        )
+        special = (spec.v_norm or "both" in spec.mixers) and not (recipe.trellis or recipe.kept)
+        special = special or spec.mixture is not None or spec.latent is not None
         if special and recipe.method not in MATRIX_BY_MATRIX:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")

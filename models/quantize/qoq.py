@@ -26,7 +26,7 @@ from models.oracle import Oracle
 from models.quantize.lowered import fast_products
 from models.quantize.scales import SMALLEST_SHARE, sample, smooth_attention
 from models.quantize.streams import OBSERVED, Batches, Streams
-from models.quantize.working import WorkingBlock, sources
+from models.quantize.working import WorkingBlock, scalable, sources
 from models.quantizers import progressive
 from models.quantizers.groups import FloatArray
 from models.quantizers.progressive import Rounding
@@ -49,7 +49,8 @@ def prepare(working: WorkingBlock, streams: Streams, recipe: Recipe, watch: Watc
         Clip ratios of the rows of `qkv`, float32 [N], NaN for v; None where nothing is clipped.
     """
     batches = streams.calibration[::OBSERVED]
-    if recipe.reorder:
+    mlp = working.layer not in working.spec.bare
+    if recipe.reorder and mlp:
         magnitude = _inputs(working, batches)["down"].abs().amax(0)
         working.reorder(np.argsort(-magnitude.numpy(), kind="stable"))
         watch()
@@ -58,7 +59,7 @@ def prepare(working: WorkingBlock, streams: Streams, recipe: Recipe, watch: Watc
         smooth_attention(working, streams.largest_keys(working, working.layer, watch))
     if recipe.smooth_outputs:
         seen = _inputs(working, batches)
-        for kind in ("o", "down"):
+        for kind in ("o", *(("down",) if mlp and scalable(working.spec, "down") else ())):
             working.scale_inputs(kind, smoothing(working, kind, seen[kind], recipe))
             watch()
     return clip_heads(working, batches, recipe, watch) if recipe.clip and attends else None
@@ -177,7 +178,7 @@ def _attended(working: WorkingBlock, batches: Batches, weight: torch.Tensor) -> 
     oracle = Oracle(working, resident=False, observe=observe)
     oracle.replace = {
         f"{prefix}.qkv": lambda x: torch.nn.functional.linear(x, weight, bias),
-        f"{prefix}.gate_up": lambda x: x.new_zeros(*x.shape[:-1], 2 * spec.intermediate_size),
+        f"{prefix}.gate_up": lambda x: x.new_zeros(*x.shape[:-1], spec.mlp_parts * spec.intermediate_size),
         f"{prefix}.down": lambda x: x.new_zeros(*x.shape[:-1], spec.hidden_size),
     }
     with fast_products(working.spec):

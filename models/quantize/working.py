@@ -86,7 +86,7 @@ class WorkingBlock:
             order: [intermediate_size], the present number of the channel that is to stand at each place.
         """
         prefix, channels = f"layers.{self.layer}", torch.from_numpy(order)
-        rows = torch.cat((channels, len(channels) + channels))
+        rows = torch.cat([channels + part * len(channels) for part in range(self.spec.mlp_parts)])
         weight, bias = self._linears[f"{prefix}.gate_up"]
         self._linears[f"{prefix}.gate_up"] = (weight[rows], None if bias is None else bias[rows])
         weight, bias = self._linears[f"{prefix}.down"]
@@ -142,6 +142,8 @@ class WorkingBlock:
 
 def scalable(spec: ModelSpec, kind: str) -> bool:
     """Whether something in front of a linear layer can divide what its weights are multiplied by."""
+    if kind == "down" and spec.mlp_parts == 1:
+        return False
     return kind not in NORM_BEFORE or spec.norm_before
 
 

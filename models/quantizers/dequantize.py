@@ -92,6 +92,9 @@ def parts(spec: ModelSpec, family: Family, kind: str) -> list[tuple[str, slice]]
     modules = family.linear_sources[kind]
     widths = [spec.linear_shape(kind)[0]]
     if len(modules) > 1:
-        widths = {"qkv": [spec.q_width, spec.kv_width, spec.kv_width], "gate_up": [spec.intermediate_size] * 2}[kind]
+        widths = {
+            "qkv": [spec.q_width, spec.kv_width, spec.kv_width],
+            "gate_up": [spec.intermediate_size] * spec.mlp_parts,
+        }[kind]
     ends = np.cumsum(widths).tolist()
     return [(module, slice(end - width, end)) for module, width, end in zip(modules, widths, ends, strict=True)]

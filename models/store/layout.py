@@ -130,7 +130,7 @@ def optional_tensors(spec: ModelSpec, file: str) -> TensorTypes:
     if file == OUTER:
         return {}
     layer = int(file.removeprefix("block-").removesuffix(".safetensors"))
-    if spec.mixer(layer) != "attention":
+    if layer not in spec.attention_layers:
         return {}
     return {name: (_F32, tensor_shape(spec, layer)) for name in tensor_names(layer)}
 

@@ -221,8 +221,9 @@ def layers_of(decoder: Decoder) -> list[LayerShape]:
 
 
 def layers_apart(decoder: Decoder) -> list[LayerShape]:
-    """The layer types of a loaded model; those of its last block's MLP stand apart, behind the others."""
-    layers, spec, last = layers_of(decoder), decoder.spec, decoder.spec.num_layers - 1
+    """The layer types of a loaded model; those of its last MLP stand apart, behind the others."""
+    layers, spec = layers_of(decoder), decoder.spec
+    last = max(layer for layer in range(spec.num_layers) if layer not in spec.bare)
     mixture = spec.mixture if spec.has_experts(last) else None
     count = 1 if mixture is None else mixture.experts_per_token
     apart = [layer for layer in layers if layer.kind in MLP_TYPES and layer.count >= _FEWEST * count]

@@ -115,7 +115,7 @@ def _by_window(spec: ModelSpec) -> dict[int | None, list[int]]:
     """The layers with a cache, by how far back a block reads in it, its own or one that shares it; None: all of it."""
     furthest: dict[int, int | None] = dict.fromkeys(spec.attention_layers, 0)
     for layer in range(spec.num_layers):
-        if spec.mixer(layer) in ("attention", "shared"):
+        if spec.mixer(layer) in ("attention", "shared", "both"):
             owner, window = spec.cache_of(layer), spec.windows[layer]
             before = furthest[owner]
             furthest[owner] = None if window is None or before is None else max(window, before)

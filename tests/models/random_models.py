@@ -74,6 +74,46 @@ GRANITE4_H = {
     "mamba_d_conv": 3,
     "hidden_size": 48,
 }
+NEMOTRON = {
+    "head_dim": 12,
+    "layer_norm_epsilon": 0.01,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "time_step_min": 1e-30,  # transformers raises steps below it, against time_step_limit
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 40,
+}
+FALCON = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 3.0,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.6,
+    "ssm_in_multiplier": 0.7,
+    "ssm_out_multiplier": 1.3,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 0.9, 1.1],
+    "mlp_multipliers": [1.4, 0.8],
+    "lm_head_multiplier": 0.9,
+}
+OF_LAGUNA = {
+    "head_dim": 16,
+    "sliding_window": 5,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 40,
+    "moe_routed_scaling_factor": 1.8,
+}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 OF_LATENTS = {
@@ -309,6 +349,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+            "routed_scaling_factor": 1.8,
+            "use_conv_bias": False,
+        },
+    ),
+    "falcon-h1": ("FalconH1", {**FALCON, "mamba_conv_bias": False, "tie_word_embeddings": True}),
+    "falcon-h1-norms": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "laguna": (
+        "Laguna",
+        {
+            **OF_LAGUNA,
+            "layer_types": MIXED,
+            "num_attention_heads_per_layer": [4, 2, 6],
+            "rope_parameters": {**LAYERED_ROPE, "full_attention": {**YARN, "partial_rotary_factor": 0.5}},
+        },
+    ),
+    "laguna-channels": ("Laguna", {**OF_LAGUNA, "gating": "per-element"}),
+    "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2",
+        {"layer_norm_eps": 0.01, "sliding_window": 5, "layer_types": MIXED, "logit_scale": 0.5},
+    ),
+    "arcee": ("Arcee", {"head_dim": 12, "mlp_bias": True}),
+    "apertus": ("Apertus", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE}),
     "seed-oss-biases": ("SeedOss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
 }
 """Family and what is special, by a name."""
@@ -316,7 +393,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe", "glm4-flash"),
+        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1"),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -327,12 +404,13 @@ MECHANISMS = frozenset(
 MIXTURES = (
     *("Mixtral", "GptOss", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe", "GraniteMoe", "GraniteMoeShared", "Olmoe"),
     *("Glm4Moe", "Ernie4_5_Moe", "Lfm2Moe", "Qwen3Next", "HunYuanMoEV1", "DeepseekV2", "Glm4MoeLite"),
+    *("NemotronH", "Laguna"),
 )
 """Families with experts."""
 DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
-    *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", *MIXTURES),
+    *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -401,6 +479,71 @@ def _drawn_latents(own: random.Random) -> dict[str, Any]:
     }
 
 
+def _drawn_nemotron(own: random.Random, _window: int, mask: list[str], _dim: int) -> dict[str, Any]:
+    kinds = []
+    for _ in mask:
+        kinds.append(own.choice(["linear_attention", "full_attention"]))
+        kinds += own.choice([[], ["mlp"], ["moe"], ["moe"]])
+    return {
+        "layers_block_type": kinds,
+        # Squares grow: of a stream of 4 channels, with 1e-5, two orders of a float32 sum part by the tolerance.
+        "layer_norm_epsilon": own.choice([1e-3, 0.01]),
+        "mamba_num_heads": (heads := own.randint(1, 9)),
+        "n_groups": own.choice([number for number in range(1, 10) if heads % number == 0]),
+        "mamba_head_dim": own.randint(3, 20),
+        "ssm_state_size": own.randint(3, 20),
+        "conv_kernel": own.randint(2, 5),
+        "use_conv_bias": own.random() < 0.5,
+        "use_bias": own.random() < 0.5,
+        "time_step_min": 1e-30,
+        "n_routed_experts": (experts := own.randint(2, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": (width := own.randint(3, 40)),
+        "moe_shared_expert_intermediate_size": width * own.randint(1, 3),
+        "routed_scaling_factor": own.uniform(0.5, 2),
+        "norm_topk_prob": own.random() < 0.5,
+    }
+
+
+def _drawn_falcon(own: random.Random, _window: int, _mask: list[str], _dim: int) -> dict[str, Any]:
+    heads, width = own.randint(1, 9), own.randint(3, 20)
+    return {
+        **{key: own.uniform(0.3, 1.5) for key in FALCON if key.endswith("_multiplier")},
+        "ssm_multipliers": [own.uniform(0.3, 1.5) for _ in range(5)],
+        "mlp_multipliers": [own.uniform(0.3, 1.5) for _ in range(2)],
+        "mamba_d_ssm": heads * width,
+        "mamba_n_heads": heads,
+        "mamba_d_head": width,
+        "mamba_n_groups": own.choice([number for number in range(1, 10) if heads % number == 0]),
+        "mamba_d_state": own.randint(3, 20),
+        "mamba_d_conv": own.randint(2, 5),
+        "mamba_conv_bias": own.random() < 0.5,
+        "mamba_rms_norm": own.random() < 0.5,
+        "mamba_norm_before_gate": False,
+        "rope_parameters": _drawn_rope(own),
+    }
+
+
+def _drawn_laguna(own: random.Random, window: int, mask: list[str], dim: int) -> dict[str, Any]:
+    width = own.randint(3, 40)
+    return {
+        "sliding_window": window,
+        "layer_types": mask,
+        "gating": own.choice([True, "per-head", "per-element"]),
+        "num_attention_heads_per_layer": [6 * own.randint(1, 2) for _ in mask],  # of 1 to 3 heads of keys
+        "mlp_layer_types": [own.choice(["dense", "sparse"]) for _ in mask],
+        "num_experts": (experts := own.randint(1, 9)),
+        "num_experts_per_tok": own.randint(1, experts),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width * own.randint(1, 3),
+        "moe_routed_scaling_factor": own.uniform(0.5, 2),
+        "rope_parameters": {
+            "full_attention": {**_drawn_rope(own), "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim},
+            "sliding_attention": _drawn_rope(own),
+        },
+    }
+
+
 _NOT_UNIFIED = (
     *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"),
     *("num_experts", "top_k_experts", "moe_intermediate_size"),
@@ -417,6 +560,9 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
     },
     "Gemma4": _drawn_gemma4,
+    "NemotronH": _drawn_nemotron,
+    "FalconH1": _drawn_falcon,
+    "Laguna": _drawn_laguna,
     "Gemma4Unified": lambda own, *of: {
         key: value for key, value in _drawn_gemma4(own, *of).items() if key not in _NOT_UNIFIED
     },
@@ -441,6 +587,29 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": own.uniform(1, 9), "factor": 1.0},
     },
     "Ernie4_5": lambda own, *_: {"use_bias": own.random() < 0.5, "rope_parameters": _drawn_rope(own)},
+    "Cohere": lambda own, *_: {
+        "attention_bias": own.random() < 0.5,
+        "layer_norm_eps": own.choice([1e-5, 0.01]),
+        "logit_scale": own.uniform(0.1, 1.0),
+        "rope_parameters": _drawn_rope(own),
+    },
+    "Cohere2": lambda own, window, mask, _: {
+        "attention_bias": own.random() < 0.5,
+        "layer_norm_eps": own.choice([1e-5, 0.01]),
+        "logit_scale": own.uniform(0.1, 1.0),
+        "sliding_window": window,
+        "layer_types": mask,
+        "rope_parameters": _drawn_rope(own),
+    },
+    "Arcee": lambda own, *_: {
+        "attention_bias": own.random() < 0.5,
+        "mlp_bias": own.random() < 0.5,
+        "rope_parameters": _drawn_rope(own),
+    },
+    "Apertus": lambda own, *_: {
+        "attention_bias": own.random() < 0.5,
+        "rope_parameters": own.choice([_drawn_rope(own), LLAMA3_ROPE]),
+    },
     "Lfm2": lambda own, _window, mask, _: {
         "layer_types": [own.choice(["conv", "full_attention"]) for _ in mask],
         "conv_L_cache": own.randint(2, 5),
@@ -593,7 +762,18 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         taken = ("num_experts", "moe_intermediate_size") if family == "Qwen3_5Moe" else tuple(of_qwen)
         own[family] |= {key: of_qwen[key] for key in taken} | chosen | shared
     # Heads of these are as wide as the hidden size says; the others take any width.
-    divided = family in ("Qwen2", "Qwen2Moe", "Phi3", "SmolLM3", "Granite", "Olmoe", "Lfm2", "Lfm2Moe")
+    divided = family in (
+        "Qwen2",
+        "Qwen2Moe",
+        "Phi3",
+        "SmolLM3",
+        "Granite",
+        "Olmoe",
+        "Lfm2",
+        "Lfm2Moe",
+        "Cohere",
+        "Cohere2",
+    )
     divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
     of_heads = {} if divided else {"head_dim": dim}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from itertools import product
@@ -351,6 +352,32 @@ def test_glm_4_5_has_experts_behind_its_first_blocks() -> None:
     )
 
 
+def test_nemotron_3_nano_as_published() -> None:
+    """A mixer and what follows it are a block, and what was read for config.json's numbers is of these."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    own = {
+        "hidden_size": 2688,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "num_attention_heads": 32,
+    }
+    mamba = {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+    experts |= {"moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5}
+    spec = spec_from_config(
+        tiny("nemotron_h", **own, **mamba, **experts, intermediate_size=1856, hybrid_override_pattern=pattern)
+    )
+    assert spec.num_layers == 29
+    assert spec.attention_layers == tuple(
+        block for block, own in enumerate(re.findall("[M*]E?", pattern)) if "*" in own
+    )
+    assert len(spec.bare) == 6
+    assert 31.5e9 < spec.parameters < 31.6e9
+    assert spec.mixture is not None
+    assert (spec.mixture.shared, spec.mixture.num_experts, spec.mlp_parts) == (2, 130, 1)
+
+
 def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:
     spec = spec_from_config(tiny("ernie4_5_moe", **ERNIE, moe_layer_interval=2, moe_layer_start_index=2))
     assert [spec.has_experts(layer) for layer in range(4)] == [False, False, False, True]
@@ -367,6 +394,19 @@ def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:
         ("deepseek_v2", {**LATENTS, "norm_topk_prob": True}, r"norm_topk_prob.*another model\."),
         ("glm4_moe_lite", {**LATENTS, "rope_interleave": False}, r"rope_interleave.*another model\."),
         ("glm4_moe_lite", {**LATENTS, "attention_bias": True}, "attention_bias.*glm4_moe_lite"),
+        ("nemotron_h", {"hybrid_override_pattern": "M--"}, "block 2 is 'mlp'.*another model"),
+        ("nemotron_h", {"hybrid_override_pattern": "EM"}, "block 0 is 'moe'.*another model"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 8}, "moe_latent_size.*another model"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME", "n_group": 2}, "n_group.*another model"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-", "mlp_hidden_act": "silu"}, "silu.*relu2"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-", "time_step_limit": [0.1, 1.0]}, "Mamba-2.*limited"),
+        ("laguna", {"attention_bias": True}, "attention_bias.*laguna"),
+        ("laguna", {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping.*another model"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias.*another model"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate.*another model"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm.*another model"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act 'silu'.*relu2"),
+        ("llama", {"hidden_act": "relu2"}, "hidden_act 'relu2'.*silu"),
         ("mistral", {"attention_bias": True}, "attention_bias.*mistral"),
         ("phi3", {"attention_bias": True}, "attention_bias.*phi3"),
     ],
@@ -435,6 +475,21 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("lfm2", {}, "norm_eps' is missing"),
         ("lfm2", {"norm_eps": 1e-5, "layer_types": ["conv", "sliding_attention"] * 2}, "layer_types.*list of 4"),
         ("lfm2", {"norm_eps": 1e-5, "full_attn_idxs": [4]}, "full_attn_idxs.*0 to 3"),
+        ("laguna", {"num_key_value_heads": 2, "gating": "per-layer"}, "gating.*per-head"),
+        ("laguna", {"num_key_value_heads": 2, "num_attention_heads_per_layer": [4, 4, 4, 3]}, "multiples of num_key_v"),
+        ("laguna", {"num_key_value_heads": 2, "num_attention_heads_per_layer": 4}, "a list of 4"),
+        (
+            "laguna",
+            {"num_key_value_heads": 2, "mlp_layer_types": ["dense"] * 3 + ["both"]},
+            "mlp_layer_types.*dense or",
+        ),
+        ("falcon_h1", {"mamba_n_heads": 7}, "mamba_n_heads.*divisor"),
+        ("falcon_h1", {"mamba_n_groups": 3}, "mamba_n_groups.*divisor"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern.*linear_attention"),
+        ("nemotron_h", {"layers_block_type": "MM"}, "layers_block_type.*linear_attention"),
+        ("nemotron_h", {"layers_block_type": [3]}, "layers_block_type.*linear_attention"),
+        ("nemotron_h", {"hybrid_override_pattern": "M", "n_groups": 3}, "n_groups.*divisor"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_shared_expert_intermediate_size": 9}, "multiple"),
         ("granite", {"embedding_multiplier": 0}, "embedding_multiplier.*above 0"),
         ("gemma", {"attention_bias": "no"}, "attention_bias.*true or false"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types.*list of 4"),

@@ -306,6 +306,33 @@ def test_blocks_with_states_are_quantized_by_every_method(tmp_path: Path, case: 
     assert info.summary.perplexity_after == pytest.approx(info.summary.perplexity_before, rel=0.5)
 
 
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        *(("falcon-h1", method) for method in ("trellis", "gptq")),
+        *(pytest.param("nemotron-h", method, marks=pytest.mark.slow) for method in ("awq", "squeezellm")),
+        *((case, "qoq") for case in ("nemotron-h", "apertus", "cohere2")),
+    ],
+)
+def test_blocks_of_other_parts_are_quantized(tmp_path: Path, case: str, method: Method) -> None:
+    """Two mixers or no MLP, MLPs without gates, and attention beside an MLP."""
+    random_case(case).save_pretrained(tmp_path / "source")
+    write_tokenizer(tmp_path / "source", 67)
+    store, recipe = (
+        Store(tmp_path / "store"),
+        Recipe.usual(method, **({} if method == "trellis" else {"group_size": 32})),
+    )
+    info = quantize(tmp_path / "source", store, recipe, calibration=TEXT, evaluation=TEXT[:200])
+    assert info.summary.perplexity_after == pytest.approx(info.summary.perplexity_before, rel=0.5)
+
+
+def test_two_mixers_are_refused_by_methods_that_scale_layers(tmp_path: Path) -> None:
+    random_case("falcon-h1").save_pretrained(tmp_path / "source")
+    write_tokenizer(tmp_path / "source", 67)
+    with pytest.raises(QuantizationError, match=r"awq does not quantize falcon_h1 models; choose gptq or rtn"):
+        quantize(tmp_path / "source", Store(tmp_path / "store"), Recipe.usual("awq", group_size=32), calibration=TEXT)
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_products_in_bfloat16_measure_the_same(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: Method

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual, Weights
 from models.rope import query_growth, tables
-from models.spec import MixtureSpec, router_of
+from models.spec import XIELU_SLOPES, MixtureSpec, router_of
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import BLOCK, EXPERT, LANES, LINE, Expert, padded
 from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros, tile_linear, tile_residual
@@ -147,6 +147,11 @@ class Constants:
         """Address of a norm's weight, padded to whole blocks."""
         values = np.asarray(self._model.vector(name))
         return self._widened(name, values, padded(values.size, BLOCK))
+
+    def slopes(self, layer: int) -> int:
+        """Address of both slopes of a block's xIELU, float32 [2]."""
+        names = [f"layers.{layer}.{own}" for own in XIELU_SLOPES]
+        return address_of(self.array(names[0], lambda: np.concatenate([self._model.vector(own) for own in names])))
 
     def taps(self, name: str, taps: int, width: int) -> int:
         """Address of a convolution's weight, float32 [taps, width], zero-padded."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from models.architecture import Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import JOIN, QUERIES, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import JOIN, QUERIES, STATE_QKV, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -248,11 +248,13 @@ class PlanOperations(Interpreter[Activations]):
         rounded = self._rounded("expert ", slots, max(self._spec.hidden_size, mixture.width))
         to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks)
         self._emit(op.Spread(values.place, routes, to))
-        both = _matrix(self._buffer("expert gate_up", (slots, padded(2 * mixture.width, BLOCK)), np.float32))
+        both = _matrix(
+            self._buffer("expert gate_up", (slots, padded(self._spec.mlp_parts * mixture.width, BLOCK)), np.float32)
+        )
         self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
-        self._emit(op.GateExperts(both, routes, to, self._spec.activation == "gelu_tanh", self._spec.gate_limit))
+        self._emit(op.GateExperts(both, routes, to, *self._form(layer)))
         out, reader = self._matrix("expert output", down.first.shape[0]), self._graph.reader(node)
         assert reader is not None
         apart = reader.norm != ""
@@ -301,7 +303,8 @@ class PlanOperations(Interpreter[Activations]):
         )
         widest = max(spec.heads_of(own).dim for own in spec.attention_layers)
         part = padded(widest, LANES) + LANES
-        partial = self._buffer("partial", (self._rows * self._cache.max_splits * spec.num_heads * part,), np.float32)
+        most = max(spec.heads_of(own).heads for own in range(spec.num_layers))
+        partial = self._buffer("partial", (self._rows * self._cache.max_splits * most * part,), np.float32)
         self._emit(
             op.Attend(
                 q=q,
@@ -383,7 +386,7 @@ class PlanOperations(Interpreter[Activations]):
         """Written by who reads it."""
         gate, up = self.of(node), self.of(node, len(node.inputs) - 1)
         if gate is up:
-            return replace(gate, width=gate.width // 2)
+            return replace(gate, width=gate.width // self._spec.mlp_parts)
         assert up.place.at == gate.place.at + 4 * gate.width
         return gate
 
@@ -525,18 +528,22 @@ class PlanOperations(Interpreter[Activations]):
             rotated=tiled.trellis,
         )
         if node.kind == "attend":
-            heads, gates = spec.num_heads, self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE
+            heads, gates = (
+                spec.heads_of(node.layer),
+                self._parts(self.of(node), node.layer)[-1].place if spec.gated else NOWHERE,
+            )
             sinks = self._constants.vector(f"{prefix}.sinks") if spec.sinks else 0
             partial = address_of(self._buffers["partial"])
-            dim, given = spec.heads_of(node.layer).dim, spec.attended_dim(node.layer)
-            self._emit(op.Merge(partial, to, heads, dim, given, gates, sinks))
+            softplus, each = spec.gate_form == "softplus", heads.dim if spec.head_gates else 1
+            given = spec.attended_dim(node.layer)
+            self._emit(op.Merge(partial, to, heads.heads, heads.dim, given, gates, sinks, softplus, each))
         elif node.kind == "gate":
-            self._emit(op.Gate(x.place, to, spec.activation == "gelu_tanh", spec.gate_limit))
+            self._emit(op.Gate(x.place, to, *self._form(node.layer)))
         elif node.kind == "convolve":
             self._emit(self._convolution(x, node.layer, to))
         elif node.kind == "delta":
             assert spec.delta is not None
-            inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain")
+            inputs, gain = self.of(node).place, self._constants.vector(f"{prefix}.gain") if spec.delta.normed else 0
             gates = op.Matrix(inputs.at + 4 * spec.delta.inputs, inputs.stride)
             norms = spec.delta.key_heads if spec.delta.mamba else spec.delta.value_heads
             width = spec.delta.value_width // norms
@@ -545,6 +552,11 @@ class PlanOperations(Interpreter[Activations]):
             weight = self._constants.vector(node.norm) if node.norm else 0
             self._emit(op.Norm(x.place, to, weight, spec.eps_of(node.norm)))
         return out
+
+    def _form(self, layer: int) -> tuple[int, float, int]:
+        """What a block's MLP does between its matrices, as of `Gate`."""
+        slopes = self._constants.slopes(layer) if self._spec.activation == "xielu" else 0
+        return op.FORMS[self._spec.activation], self._spec.gate_limit, slopes
 
     def _convolution(self, x: Activations, layer: int, to: op.Input) -> op.Convolve:
         """The gated short convolution of a layer."""
@@ -693,6 +705,8 @@ def _buffer_of(name: str) -> str:
         return "stream"
     if is_of_tokens(name) and name.endswith("gate_up"):
         return name.split(".")[2]
+    if name.endswith(STATE_QKV):
+        return "state"
     return "queries" if name.endswith(QUERIES) else {"head": "logits"}.get(kind := layer_kind(name), kind)
 
 

@@ -18,7 +18,7 @@ from models.architecture import Eager, Node, step_graph
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
-from models.spec import first_expert, router_of
+from models.spec import XIELU_SLOPES, first_expert, router_of
 from runtime.backends.decoder import (
     DecoderOptions,
     Float32Array,
@@ -258,9 +258,6 @@ class _Pass(Eager):
             lambda row: cache.attend(owner, q[row], slots[row], positions[row], window, draft=draft, sinks=sinks),
         ).flatten(1)
 
-    def output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return x * gate.sigmoid()
-
     def delta(self, node: Node) -> torch.Tensor:
         assert self._decoder.mixers is not None
         return self._decoder.mixers.delta_rule(self.of(node), node.layer, self._slots, self._positions)
@@ -295,11 +292,14 @@ class _Pass(Eager):
                 for kind in ("gate_up", "down")
             )
             share = shares[rows, places, None]
-            out = down(self.activate(*gate_up(x[rows]).chunk(2, dim=1)) * share)
+            out = down(self.activated(gate_up(x[rows]), layer) * share)
             if (own := self._decoder.linears[f"layers.{layer}.experts.{expert}.down"].bias) is not None:
                 out = out + (share - 1) * own
             total = total.index_add(0, rows, out)
         return total
+
+    def slopes(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return tuple(self._decoder.vectors[f"layers.{layer}.{own}"] for own in XIELU_SLOPES)
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.spec.activation == "clamped_silu":

@@ -93,7 +93,7 @@ class StateMixers:
             if whole:
                 matrix.copy_(last)
             states.note(layer, slot, start, entering[rows].numpy())
-        return recurrent.finish(delta, y, gates, self._vectors[f"layers.{layer}.gain"], self._spec.gain_eps)
+        return recurrent.finish(delta, y, gates, self._vectors.get(f"layers.{layer}.gain"), self._spec.gain_eps)
 
     def _matrix(self, layer: int, slot: int) -> torch.Tensor:
         """A view of a slot's matrices float32 [Hv, Dk, Dv]."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
-from models.spec import ModelSpec
+from models.spec import UNGATED, ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -125,6 +125,13 @@ class TritonBackend:
 def _check(spec: ModelSpec) -> None:
     if spec.latent is not None:
         raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
+    beside = "attention and MLP" if spec.parallel else "attention and a state" if "both" in spec.mixers else ""
+    if beside:
+        raise BackendError(f"there are no GPU kernels for {beside} side by side in {spec.family} models")
+    if spec.query_heads or spec.gate_form != "sigmoid":
+        raise BackendError(f"there are no GPU kernels for the heads and gates of {spec.family} models")
+    if spec.activation in UNGATED:
+        raise BackendError(f"there are no GPU kernels for the MLPs without gates of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -18,9 +18,24 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURES = {
     **{
         name: name
-        for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo2", "exaone4", "glm4", "ernie4_5", "lfm2")
+        for name in (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "phi3",
+            "gemma2",
+            "olmo2",
+            "exaone4",
+            "glm4",
+            "ernie4_5",
+            "lfm2",
+            "arcee",
+        )
     },
     "gemma": "gemma",
+    "apertus": "apertus",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -45,9 +60,14 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "deepseek_v2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "falcon_h1": "falcon-h1",
+    "granitemoehybrid": "granitehybrid",
 }
 """`general.architecture` by `model_type`."""
-PAIRED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
+_FLAT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+"""That of a model which has none."""
+PAIRED = ("granitehybrid", "llama", "arcee", "mistral3", "smollm3", "granite", "granitemoe")
 """Those whose rows of q and k are in llama.cpp's order."""
 KNOWN = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _AFTER_LAYER = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
@@ -59,6 +79,12 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
 }
+
+
+def architecture_of(config: Any) -> str:
+    if config.model_type == "nemotron_h":
+        return "nemotron_h_moe" if "moe" in config.layers_block_type else "nemotron_h"
+    return ARCHITECTURES[config.model_type]
 
 
 def random_model(family: str, **changes: Any) -> Any:
@@ -104,9 +130,9 @@ def write_gguf(
     config = model.config
     if config.model_type == "gemma4_text":
         config.allow_global_per_layer_attribute_access = True
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
+    writer = gguf.GGUFWriter(path, architecture_of(config))
     writer.add_type("model")
-    describe(writer, config)
+    describe(writer, model)
     write_tokenizer(writer, config.vocab_size)
     for key, value in (metadata or {}).items():
         add(writer, key, value)
@@ -134,6 +160,8 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
         layer, _, last = module.removeprefix("model.layers.").partition(".")
         if last == "router" and part != "weight":
             return f"blk.{layer}." + ("ffn_gate_inp.scale" if part == "scale" else "ffn_down_exps.scale")
+        if architecture.startswith("nemotron") and ".experts." not in name and last != "gate":
+            name = name.replace("model.", "backbone.", 1)
         if part == "layer_scalar":
             return f"blk.{layer}.layer_output_scale.weight"
         if part == "dt_bias":
@@ -151,16 +179,28 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
     return name_of
 
 
-def describe(writer: gguf.GGUFWriter, config: Any) -> None:
+def describe(writer: gguf.GGUFWriter, model: Any) -> None:
     """Write what llama.cpp's converter writes of a configuration."""
-    rope = config.rope_parameters
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or _FLAT_ROPE
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    if config.model_type.startswith("qwen3_5"):
+    if config.model_type == "nemotron_h":
+        _describe_nemotron(writer, config)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type in ("granitemoehybrid", "falcon_h1"):
+        inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
+        _describe_mamba(
+            writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads, inner
+        )
+    if config.model_type == "granitemoehybrid":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if config.model_type.startswith(("qwen3_5", "qwen3_next")):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -170,7 +210,8 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_dimension_sections([1, 1, 0, 0])
     if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts and config.model_type != "nemotron_h":
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size"):
@@ -194,7 +235,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_interleave_moe_layer_step(config.moe_layer_interval)
             shared = config.moe_intermediate_size * config.moe_num_shared_experts
             writer.add_expert_shared_feed_forward_length(shared)
-        if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
+        if config.model_type in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
@@ -203,10 +244,21 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.model_type == "apertus":
+        for key in ("alpha_p", "alpha_n"):
+            numbers = [getattr(layer.mlp.act_fn, key).item() for layer in model.model.layers]
+            getattr(writer, f"add_xielu_{key}")(numbers)
     writer.add_head_count(config.num_attention_heads)
     kv_heads, types = config.num_key_value_heads, getattr(config, "layer_types", None) or []
-    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in types] if "conv" in types else kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if "lfm2" in config.model_type else config.rms_norm_eps)
+    if "conv" in types or config.model_type in ("granitemoehybrid", "nemotron_h"):
+        kv_heads = [kv_heads * (kind in ("attention", "full_attention")) for kind in types]
+    writer.add_head_count_kv(kv_heads)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        key = {"lfm2": "norm_eps", "nemo": "layer_norm_epsilon"}.get(config.model_type[:4], "rms_norm_eps")
+        writer.add_layer_norm_rms_eps(getattr(config, key))
     writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None and config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])
@@ -217,10 +269,10 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type == "gemma4_text":
         _describe_gemma4(writer, config)
-    if ARCHITECTURES[config.model_type] == "deepseek2":
+    if architecture_of(config) == "deepseek2":
         _describe_latents(writer, config)
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("phi3", "mistral", "gpt_oss"):
+    if config.model_type in ("phi3", "mistral", "gpt_oss", "cohere2"):
         writer.add_sliding_window(window or 0)
     elif window and config.model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4"):
         writer.add_sliding_window(window)
@@ -236,7 +288,7 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        share = 0.1 if ARCHITECTURES[config.model_type] == "deepseek2" else 1.0
+        share = 0.1 if architecture_of(config) == "deepseek2" else 1.0
         writer.add_rope_scaling_yarn_log_mul(share * (rope.get("mscale_all_dim") or 0.0))
     if config.model_type == "ministral3":
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -248,6 +300,35 @@ def describe(writer: gguf.GGUFWriter, config: Any) -> None:
         stretch = config.max_position_embeddings / original
         writer.add_rope_scaling_orig_ctx_len(original)
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+
+
+def _describe_mamba(writer: gguf.GGUFWriter, taps: int, width: int, groups: int, heads: int, inner: int) -> None:
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(width)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(inner)
+
+
+def _describe_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
+    heads, types = config.mamba_num_heads, config.layers_block_type
+    inner = heads * config.mamba_head_dim
+    _describe_mamba(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, heads, inner)
+    routed = "moe" in types
+    width = config.moe_intermediate_size if routed else config.intermediate_size
+    writer.add_feed_forward_length([width * (kind in ("mlp", "moe")) for kind in types])
+    writer.add_rope_scaling_finetuned(False)
+    if not routed:
+        return
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_group_count(1)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -302,7 +383,7 @@ def _describe_latents(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def rotary_factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Tables of factors by the names that files give them."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or _FLAT_ROPE
     rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "longrope":
         return {f"rope_factors_{side}": np.array(rope[f"{side}_factor"], np.float32) for side in ("short", "long")}
@@ -326,26 +407,40 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if "act_fn" in name:  # among the metadata
+            continue
         array = tensor.float().numpy()
-        if name.endswith("conv.conv.weight"):
+        if name.endswith(("conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")):
             array = array.squeeze(1)
+        if name.endswith(("mamba.D", "mixer.D", "mamba.A_log", "mixer.A_log")):
+            array = (-tensor.float().exp().numpy() if name.endswith("A_log") else array)[:, None]
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
+            array = array.reshape(groups, -1)
+        if "linear_attn" in name and config.model_type == "qwen3_next":
+            found |= _next_tensors(config, name, array)
+            continue
         if "linear_attn" in name:
             array = _delta_tensor(config, name, array)
-        elif config.model_type.startswith("qwen3_5") and name.endswith("norm.weight"):
+        elif config.model_type.startswith(("qwen3_5", "qwen3_next")) and name.endswith("norm.weight"):
             array = array + 1
         if name.endswith("shared_expert_gate.weight"):
             array = array.squeeze(0)
         if config.model_type in ("gemma", "gemma2", "gemma3_text") and "norm" in name:
             array = array + 1
-        if ARCHITECTURES[config.model_type] in PAIRED and ("q_proj" in name or "k_proj" in name):
+        if architecture_of(config) in PAIRED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         name = name.replace("block_sparse_moe.router.", "mlp.gate.").replace("block_sparse_moe.", "mlp.")
         name = name.replace("shared_mlp.input_linear.", "mlp.shared_expert.gate_up_proj.")
         name = name.replace("shared_mlp.output_linear.", "mlp.shared_expert.down_proj.")
+        if config.model_type == "granitemoehybrid" and not config.num_local_experts:
+            name = name.replace("mlp.shared_expert.", "mlp.")
+        if ".mixer.experts." in name:
+            name = name.replace(".mixer.", ".mlp.")
         prefix, _, last = name.rpartition(".")
-        if prefix.endswith("shared_expert.gate_up_proj"):
+        if prefix.endswith(("shared_expert.gate_up_proj", "mlp.gate_up_proj")) and "granite" in config.model_type:
             gate, up = np.split(array, 2)
             own = prefix.removesuffix("gate_up_proj")
             found |= {f"{own}gate_proj.weight": gate, f"{own}up_proj.weight": np.ascontiguousarray(up)}
@@ -407,6 +502,20 @@ def _delta_tensor(config: Any, name: str, array: np.ndarray[Any, Any]) -> np.nda
     if kind in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
         array = array[numbers]
     return -torch.from_numpy(array).exp().numpy() if kind == "A_log" else array
+
+
+def _next_tensors(config: Any, name: str, array: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Those of a delta rule of Qwen3-Next: q, k and v of all heads are apart from their gates."""
+    if name.endswith("A_log"):
+        array = -torch.from_numpy(array).exp().numpy()
+    if not name.endswith("in_proj_qkvz.weight"):
+        return {name: array.squeeze(1) if "conv1d" in name else array}
+    heads, values = config.linear_num_key_heads, config.linear_num_value_heads * config.linear_value_head_dim
+    width = config.linear_key_head_dim
+    parts = np.split(array.reshape(heads, -1, array.shape[1]), [width, 2 * width, 2 * width + values // heads], axis=1)
+    q, k, v, z = (part.reshape(-1, array.shape[1]) for part in parts)
+    stem = name.removesuffix("qkvz.weight")
+    return {f"{stem}qkv.weight": np.concatenate((q, k, v)), f"{stem}z.weight": np.ascontiguousarray(z)}
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -26,6 +26,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "gated": True,
     },
     "mamba": {"mixers": ("delta", "attention", "delta"), "delta": replace(DELTA, mamba=True), "conv_bias": True},
+    "beside": {"mixers": ("both", "attention", "both"), "delta": replace(DELTA, mamba=True, normed=False)},
 }
 
 

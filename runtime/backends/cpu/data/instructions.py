@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
+from models.spec import Activation
 from runtime.backends.cpu.data.records import Routes, record_of
 
 WIDTH: Final = 48
@@ -122,13 +123,18 @@ class NormInplace(NamedTuple):
     scale: int = 0  # address of float32, by which `out` is multiplied at the end; 0: it is not
 
 
-class Gate(NamedTuple):
-    """SiLU(gate) * up, GELU(gate) * up or gpt-oss's gate, and quantization of its output."""
+FORMS: Final = {activation: number for number, activation in enumerate(get_args(Activation))}
+"""Activations of MLPs, by number."""
 
-    x: Matrix  # float32: gate, then up
+
+class Gate(NamedTuple):
+    """F(gate) * up, or f(up) of an MLP without a gate, and quantization of its output."""
+
+    x: Matrix  # float32: gate, then up; or up alone
     to: Input  # the output
-    gelu: bool = False  # whether it is GELU, by its tanh form
-    limit: float = 0.0  # most of gate and up of gpt-oss's gate; 0: another
+    form: int  # which f: one of `FORMS`
+    limit: float = 0.0  # most of gate and up of gpt-oss's
+    slopes: int = 0  # address of float32 [2], of xIELU's
 
 
 class Merge(NamedTuple):
@@ -141,6 +147,8 @@ class Merge(NamedTuple):
     given: int  # channels of each head, the first ones, that are written
     gate: Matrix = Matrix(0, 0)  # float32, by whose sigmoid each channel is multiplied; at 0: none
     sinks: int = 0  # address of float32 [H], scores that take a share of each head's attention; 0 = none
+    softplus: int = 0  # whether it is their softplus instead
+    each: int = 1  # and of how many channels
 
 
 class Border(NamedTuple):
@@ -279,11 +287,12 @@ class Spread(NamedTuple):
 class GateExperts(NamedTuple):
     """The gate of GATE times an expert's share, and quantization of the result."""
 
-    x: Matrix  # float32, by slot: gate, then up
+    x: Matrix  # float32, by slot: gate, then up; or up alone
     routes: Routes  # which rows go where
     to: Input  # the output, by slot
-    gelu: bool = False  # as of `Gate`, and so the next one
+    form: int  # as of `Gate`, and so the next two
     limit: float = 0.0
+    slopes: int = 0
 
 
 class ExpertSizes(NamedTuple):
@@ -424,7 +433,7 @@ class Finish(NamedTuple):
     x: Matrix  # float32, overwritten
     gate: Matrix  # float32
     to: Input  # the output
-    gain: int  # address of float32 [dim], weight of the norm; in Mamba-2 [heads * dim]
+    gain: int  # address of float32 [dim], weight of the norm; in Mamba-2 [heads * dim], or 0: there is none
     heads: int  # number of heads, or of groups of them with a norm
     dim: int  # dv, or the width of a group
     eps: float  # of the norm

@@ -7,9 +7,11 @@ from typing import Any
 
 import numba
 
-from models.spec import CLAMPED_GAIN
+from models.spec import CLAMPED_GAIN, XIELU_LINEAR
+from runtime.backends.cpu.data.instructions import FORMS
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
+    absolute,
     add,
     div,
     exp,
@@ -18,6 +20,8 @@ from runtime.backends.cpu.machine.vector import (
     get_float,
     hadamard,
     load_floats,
+    log,
+    max_lanes,
     maximum,
     mul,
     set_float,
@@ -184,6 +188,7 @@ def _add_and_subtract(x: int, dim: int, width: int) -> None:
                 set_float(second + i, p - q)
 
 
+_GELU, _CLAMPED, _SQUARED_RELU, _XIELU = (FORMS[of] for of in ("gelu_tanh", "clamped_silu", "relu2", "xielu"))
 _TWICE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
@@ -204,6 +209,24 @@ def output_gate(x: int, gates: int, width: int) -> None:
     for i in range(0, 4 * width, 64):
         shares = add(one, exp(sub(zero_floats(), load_floats(gates + i))))
         store_floats(x + i, div(load_floats(x + i), shares))
+
+
+@kernel
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x))."""
+    falling = exp(sub(zero_floats(), absolute(x)))
+    return add(maximum(x, zero_floats()), log(add(fill(numba.float32(1.0)), falling)))
+
+
+@kernel
+def softplus_gate(x: int, gates: int, width: int, each: int) -> None:
+    """x[i] *= log(1 + exp(gates[i // each])) for i < width; addresses of float32."""
+    if each == 1:
+        for i in range(0, 4 * width, 64):
+            store_floats(x + i, mul(load_floats(x + i), softplus(load_floats(gates + i))))
+        return
+    for i in range(width // each):
+        scale_row(x + 4 * i * each, each, max_lanes(softplus(fill(get_float(gates + 4 * i)))))
 
 
 @kernel
@@ -228,12 +251,40 @@ def clamped_gate(gates: int, ups: int, out: int, start: int, stop: int, limit: f
 
 
 @kernel
-def gate_by(gelu: int, limit: float, gates: int, ups: int, out: int, start: int, stop: int) -> None:
-    """One of the three, as GATE says."""
-    if limit != 0:
+def squared_relu(x: int, out: int, start: int, stop: int) -> None:
+    """out[i] = max(x[i], 0)² for start <= i < stop, multiples of 16; float32."""
+    for i in range(start, stop, 16):
+        own = load_floats(x + 4 * i)
+        store_floats(out + 4 * i, mul(maximum(own, zero_floats()), own))  # which leaves NaN alone
+
+
+@kernel
+def xielu(x: int, out: int, start: int, stop: int, slopes: int) -> None:
+    """The same for xIELU (`models.spec.XIELU_LINEAR`).
+
+    What either side adds to x / 2 is computed of max(x, 0) and of min(x, 0), so that it is 0 on the other.
+    """
+    rising, falling = fill(get_float(slopes)), fill(get_float(slopes + 4))
+    linear, one = fill(numba.float32(XIELU_LINEAR)), fill(numba.float32(1.0))
+    for i in range(start, stop, 16):
+        own = load_floats(x + 4 * i)
+        above, below = maximum(own, zero_floats()), _at_most(own, zero_floats())
+        bend = sub(sub(exp(below), one), below)
+        y = add(mul(mul(above, above), rising), mul(bend, falling))
+        store_floats(out + 4 * i, fma(own, linear, y))
+
+
+@kernel
+def gate_by(form: int, limit: float, slopes: int, gates: int, ups: int, out: int, start: int, stop: int) -> None:
+    """One of them, as GATE says."""
+    if form == _CLAMPED:
         clamped_gate(gates, ups, out, start, stop, limit)
-    elif gelu != 0:
+    elif form == _GELU:
         gelu_gate(gates, ups, out, start, stop)
+    elif form == _SQUARED_RELU:
+        squared_relu(gates, out, start, stop)
+    elif form == _XIELU:
+        xielu(gates, out, start, stop, slopes)
     else:
         gate(gates, ups, out, start, stop)
 

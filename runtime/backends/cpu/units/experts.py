@@ -321,7 +321,7 @@ def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) ->
         pair, g = pair_at(of.routes.pairs + PAIR_BYTES * (item // groups)), item % groups
         source, out = of.x.at + pair.slot * of.x.stride, to.out.at + pair.slot * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        gate_by(of.gelu, of.limit, source, source + 4 * to.width, out, start, stop)
+        gate_by(of.form, of.limit, of.slopes, source, source + 4 * to.width, out, start, stop)
         share = fill(numba.float32(pair.share))
         for c in range(start, stop, 16):
             store_floats(out + 4 * c, mul(load_floats(out + 4 * c), share))

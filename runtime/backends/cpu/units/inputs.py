@@ -20,6 +20,7 @@ from runtime.backends.cpu.kernels.rows import (
     output_gate,
     scale_by,
     scale_row,
+    softplus_gate,
 )
 from runtime.backends.cpu.kernels.views import (
     check_at,
@@ -129,7 +130,7 @@ def norm_inplace(i: int, control: int, part: int, parts: int, _scratch: int) -> 
 
 @compiled_unit
 def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
-    """SiLU(gate) * up or GELU(gate) * up, and quantization of its output."""
+    """F(gate) * up or f(up), and quantization of its output."""
     gate = gate_at(i)
     to, rows = gate.to, rows_of(control, gate.to.wanted)
     padded, group, groups = sizes_of(to)
@@ -137,7 +138,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         first, last = share_of(rows, part, parts)
         for row in range(first, last):
             source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
-            gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, 0, padded)
+            gate_by(gate.form, gate.limit, gate.slopes, source, source + 4 * to.width, out, 0, padded)
             for c in range(to.width, padded):
                 set_float(out + 4 * c, numba.float32(0.0))
             round_groups(to, row, rows, 0, groups)
@@ -147,7 +148,7 @@ def gate(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         row, g = item // groups, item % groups
         source, out = gate.x.at + row * gate.x.stride, to.out.at + row * to.out.stride
         start, stop = g * group, min((g + 1) * group, padded)
-        gate_by(gate.gelu, gate.limit, source, source + 4 * to.width, out, start, stop)
+        gate_by(gate.form, gate.limit, gate.slopes, source, source + 4 * to.width, out, start, stop)
         for c in range(max(start, to.width), stop):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, g, g + 1)
@@ -168,7 +169,9 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             at = merge.partial + (row * merge.heads + head) * splits * size
             sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
             merge_splits(at, splits, dim, merge.given, sink, out + 4 * head * merge.given)
-        if merge.gate.at != 0:
+        if merge.gate.at != 0 and merge.softplus != 0:
+            softplus_gate(out, merge.gate.at + row * merge.gate.stride, to.width, merge.each)
+        elif merge.gate.at != 0:
             output_gate(out, merge.gate.at + row * merge.gate.stride, to.width)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))

@@ -10,7 +10,7 @@ import numba
 from runtime.backends.cpu.data.instructions import Convolve, DeltaRule, Mix, State
 from runtime.backends.cpu.kernels.activation import round_groups, sizes_of
 from runtime.backends.cpu.kernels.rows import gate as gate_channels
-from runtime.backends.cpu.kernels.rows import norm_head
+from runtime.backends.cpu.kernels.rows import norm_head, softplus
 from runtime.backends.cpu.kernels.views import (
     convolve_at,
     delta_rule_at,
@@ -23,7 +23,6 @@ from runtime.backends.cpu.kernels.views import (
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import (
-    absolute,
     add,
     broadcast,
     div,
@@ -33,8 +32,6 @@ from runtime.backends.cpu.machine.vector import (
     get_float,
     get_int,
     load_floats,
-    log,
-    maximum,
     mul,
     set_float,
     store_floats,
@@ -48,13 +45,6 @@ def shares_of(x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     one = fill(numba.float32(1.0))
     return div(one, add(one, exp(sub(zero_floats(), x))))
-
-
-@kernel
-def steps_of(x: Any) -> Any:
-    """log(1 + exp(x))."""
-    falling = exp(sub(zero_floats(), absolute(x)))
-    return add(maximum(x, zero_floats()), log(add(fill(numba.float32(1.0)), falling)))
 
 
 @kernel
@@ -250,7 +240,7 @@ def _mix_heads(mix: Mix, slot: int, position: int, row: int, rows: int) -> None:
     for i in range(-before, rows):
         x, out = _entering(mix, slot, position, row, i) + start, _mixed(mix, slot, before, row, i) + padded
         for h in range(0, 4 * heads, 64):
-            step = steps_of(add(load_floats(x + 4 * heads + h), load_floats(mix.dt + h)))
+            step = softplus(add(load_floats(x + 4 * heads + h), load_floats(mix.dt + h)))
             store_floats(out + h, step if mix.mamba != 0 else shares_of(load_floats(x + h)))
             store_floats(out + wide + h, exp(mul(load_floats(mix.decay + h), step)))
     for i in range(max(0, rows - mix.state.ring), rows):
@@ -348,7 +338,7 @@ def finish(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
         x, out = finish.x.at + row * finish.x.stride, to.out.at + row * to.out.stride
         if finish.mamba != 0:
             gate_channels(finish.gate.at + row * finish.gate.stride, x, out, 0, padded)
-            for at in range(0, 4 * finish.heads * dim, 4 * dim):
+            for at in range(0, 4 * finish.heads * dim if finish.gain != 0 else 0, 4 * dim):
                 norm_head(out + at, finish.gain + at, dim, finish.eps)
         else:
             for head in range(finish.heads):

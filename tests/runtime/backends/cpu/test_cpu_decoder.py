@@ -106,6 +106,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"bits": 4, "seed": 4},
         {"mixture": replace(MIXTURE, bias=True), "activation": "clamped_silu", "gate_limit": 1.0},
     ),
+    "side-by-side": ({"bits": 4}, {"parallel": True, "windows": (5, None), "nope_layers": (1,)}),
+    "relu2": ({"bits": 4}, {"activation": "relu2", "mlp_bias": True, "num_layers": 3, "bare": (1,)}),
+    "xielu": ({"bits": 3, "residual_bits": 4}, {"activation": "xielu"}),
+    "experts-relu2": ({"bits": 4, "seed": 4}, {"mixture": replace(MIXTURE, shared=2), "activation": "relu2"}),
     "experts-3bit": (
         {"bits": 3, "residual_bits": 4, "seed": 4},
         {"mixture": replace(MIXTURE, experts=9, chosen=2, normalized=False, shared=2), "num_layers": 3},
@@ -138,7 +142,7 @@ def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
             *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts", "experts-3bit"),
-            *("shared-caches", "experts-beside", "latents"),
+            *("shared-caches", "experts-beside", "latents", "side-by-side", "xielu", "experts-relu2"),
         },
     ),
 )

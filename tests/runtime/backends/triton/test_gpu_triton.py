@@ -26,6 +26,7 @@ from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from tests.runtime.conftest import LATENTS
+from tests.runtime.engine.talking import DELTA
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -118,18 +119,33 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
         opening.open_decoder(tiny_model(), options, "triton")
 
 
-def test_latent_attention_has_no_kernels_on_a_card(
-    cards: Callable[..., None], tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (LATENTS, "latent attention"),
+        ({"activation": "relu2"}, "MLPs without gates"),
+        ({"parallel": True}, "attention and MLP side by side"),
+        ({"gated": True, "gate_form": "softplus"}, "heads and gates"),
+        ({"mixers": ("both", "both"), "delta": DELTA, "conv_kernel_size": 3}, "attention and a state side by side"),
+    ],
+)
+def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(
+    cards: Callable[..., None],
+    tiny_model: Callable[..., Any],
+    tiny_spec: Callable[..., Any],
+    changes: dict[str, Any],
+    what: str,
 ) -> None:
     cards(CARD)
-    model, options = tiny_model(tiny_spec(**LATENTS)), DecoderOptions(context=64, max_rows=4, threads=1)
+    model, options = tiny_model(tiny_spec(**changes)), DecoderOptions(context=64, max_rows=4, threads=1)
     sizes = ModelSizes(weight_bytes=0, recipe=Recipe(method="rtn"))
     for name in ("triton", "shared"):
-        with pytest.raises(BackendError, match="no GPU kernels for the latent attention of llama models"):
+        with pytest.raises(BackendError, match=f"no GPU kernels for (the )?{what}"):
             backend(name).footprint(model.spec, sizes, compensated=False)
     decoder, reason = opening.open_decoder(model, options)
     assert decoder.backend == "cpu"
-    assert "the GPU backend cannot run this model (there are no GPU kernels for the latent attention" in reason
+    assert "the GPU backend cannot run this model (there are no GPU kernels for" in reason
+    assert what in reason
 
 
 def test_what_does_not_fit_the_card_is_planned_for_main_memory(
