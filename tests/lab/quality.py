@@ -5,8 +5,8 @@
 
 FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16. Every number goes the program's own way:
 quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
-window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, at the same
-commit. Interpreters with llama.cpp: see llama.py.
+window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, with the same
+code. Interpreters with llama.cpp: see llama.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.lab.compare import full_precision, job, peer
 from tests.lab.logits import theirs
 from tests.lab.measure import closing_all
 from tests.lab.models import REAL, SMOLLM2, smollm2
-from tests.lab.store import ROOT, Entries, about_run, attempt, columns, commit, digest, listed, parser, teller
+from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
 from tuner.profiles import ProfileStore
 
 PARTS = ("full", "points", "qoq", "budgets", "peers", "closeness", "answers")
@@ -186,8 +186,8 @@ class Laboratory:
         )
 
     def stored(self, point: Point) -> StoredModel:
-        """A point's model; made, timed and measured in a process of its own if this commit has not done it."""
-        name = f"{point.method}-{digest([point.recipe.to_json(), commit()])}"
+        """A point's model; made, timed and measured in a process of its own if this code has not done it."""
+        name = f"{point.method}-{digest([point.recipe.to_json(), version('models')])}"
         entry = self.entries.known("stored", point.recipe.to_json(), lambda: self._made(point, name))
         if name not in self._store:
             self._made(point, name)
@@ -470,12 +470,13 @@ def main() -> None:
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--bits", type=listed, help="some of 3, 3.5, 4")
     options.add_argument("--methods", type=listed, default=(*METHODS, "qoq"), help="some of them; all")
-    options.add_argument("--again", action="store_true", help="measure even what this commit has measured")
+    options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     given = options.parse_args()
     entries = Entries(given.out, given.only if given.again else ())
     entries.about = about_run("python -m tests.lab.quality")
     measure(Laboratory(given.smollm2, entries), given)
+    entries.finish()
     for section in given.only:
         print(section, columns(entries.all(section)), sep="\n")
 

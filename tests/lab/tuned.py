@@ -31,7 +31,7 @@ from runtime.measure.timing import DecodeTimer
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.measure import in_turns
 from tests.lab.models import REAL, Case, demo, smollm2
-from tests.lab.store import ROOT, about_run, commit, listed, number, parser, read, table, teller, write
+from tests.lab.store import ROOT, about_run, digest, listed, number, parser, read, table, teller, version, write
 from tuner.profiles import ProfileStore
 
 BUDGETS = (2.0, 5.0, 10.0, 20.0)
@@ -43,10 +43,10 @@ SHIPPED = "demo-shipped"
 
 
 def opened(case: Case, name: str) -> StoredModel:
-    """A model, quantized unless this commit has done it."""
+    """A model, quantized unless this code has done it."""
     if name == SHIPPED:
         return StoredModel.open_folder(demo_path(), "demo")
-    store, kept = Store(ROOT / "build" / "tuned"), f"{name}-{commit().rstrip('+')}"
+    store, kept = Store(ROOT / "build" / "tuned"), f"{name}-{digest(version('models'))}"
     if kept not in store:
         recipe = Recipe(method="gptq", bits=3, group_size=case.group_size)
         quantize(case.folder, store, recipe, name=kept, calibration=case.calibration())
