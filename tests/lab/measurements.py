@@ -1,4 +1,4 @@
-"""docs/measurements.md, made whole from the stored results. Nothing is measured.
+"""docs/measurements.md, made whole from the stored results. Nothing is measured (jobs.py does that).
 
     python -m tests.lab.measurements
 
@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from models.catalogue import CATALOGUE
 from models.recipe import DEFAULT_METHOD, Recipe
 from runtime.engine.gamma import Costs, break_even
-from runtime.load.expected import on_processor
-from runtime.load.prospects import Room, prospects
-from tests.lab import installations, tasks, tuned
+from tests.lab import devices, installations, tasks, tuned
 from tests.lab.kernels import summary
 from tests.lab.models import REAL
 from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
 from tests.lab.store import RESULTS, ROOMS, ROOT, is_of, number, read, table
-from tests.tuner import table_3
-from tuner.devices import DEVICES
 
 PAGE = ROOT / "docs" / "measurements.md"
 PEER = "llama.cpp"
@@ -33,8 +28,8 @@ Found = Mapping[str, Any]
 Entries = Sequence[Found]
 _INTRODUCTION = """# Measurements
 
-Every table is made from a file in `tests/lab/results` by `make -C tests/lab measurements`; the line below it says what
-measured it, when, at which commit (`+`: with changes) and on which machine. SmolLM2 is SmolLM2-135M-Instruct, "full
+Every table is made from a file in `tests/lab/results` by `make measurements`; the line below it says what measured
+it, when, at which commit (`+`: with changes) and on which machine. SmolLM2 is SmolLM2-135M-Instruct, "full
 precision" its Q4_1 weights dequantized, which is the only form of it that is at hand; perplexities are of WikiText-2's
 test text, where nothing else is said, and lower is better. `k_chunk` is the number of salient channels of 1024 that are
 compensated. Other shapes have random weights. These machines are shared: times are medians, compared within one run."""
@@ -46,7 +41,7 @@ class Section:
 
     title: str
     file: str
-    """The results file, without its ending; several, with commas between."""
+    """The results file, without its ending; several, with commas between; empty: it is computed for the page."""
     make: Callable[[Any], str]
     """Takes what is stored, of several files a list, and makes the table."""
     part: str = ""
@@ -60,11 +55,13 @@ class Section:
 
     def runs(self) -> Entries:
         """The runs that measured it."""
-        return [run for name in self.file.split(",") for run in runs(name, self.part)]
+        return [run for name in self.file.split(",") if name for run in runs(name, self.part)]
 
     def origin(self) -> str:
         """Where the numbers come from, in a line."""
-        runs = self.runs()
+        runs = [run for run in self.runs() if run]
+        if not runs:
+            return "*Computed with this page: `python -m tests.lab.measurements`*"
         days = sorted({str(run["date"])[:10] for run in runs})
         commits = sorted({str(run["commit"]) for run in runs if run.get("commit")})
         machine = " and ".join(sorted({str(run.get("cpu") or run.get("device", "")) for run in runs}))
@@ -86,7 +83,8 @@ def runs(file: str, part: str = "") -> Entries:
     if "sections" in found:  # entries that were measured one by one
         entries = [(name, entry) for name in part.split(",") for entry in found["sections"].get(name) or [{}]]
         late = found.get("unfinished", ())
-        return [{**found["about"], "commit": "", **entry, "unfinished": name in late} for name, entry in entries]
+        about = {**found["about"], "commit": ""}
+        return [{**about, **entry, "unfinished": name in late} if entry else {} for name, entry in entries]
     if "models" in found:
         return [found["models"][REAL]["run"]]  # whose rows alone are shown
     own = found.get(part, {}) if part else found
@@ -99,10 +97,13 @@ def is_old(run: Found) -> bool:
 
 
 def chats(found: Found) -> str:
-    """SmolLM2 as a chat gets it: bytes, and perplexity by what is compensated, beside llama.cpp's types."""
+    """SmolLM2 as a chat gets it: bytes, perplexity and KL by what is compensated, beside llama.cpp's types."""
     sections = found["sections"]
+    close = _one(sections["closeness"], model=REAL)["rows"]
     full = _one(sections["full"], model=REAL, as_chat=True)["perplexity"]
-    rows: list[Sequence[object]] = [("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000")]
+    rows: list[Sequence[object]] = [
+        ("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000", "0", "", "")
+    ]
     ways = ((0, 0), (16, 0), (64, 0), (16, ALL_RESIDUALS), (64, ALL_RESIDUALS))
     for bits in (3, 4):
         for method in ("trellis", DEFAULT_METHOD, "rtn"):
@@ -111,13 +112,22 @@ def chats(found: Found) -> str:
             bought = _maybe(sections["budgets"], method=method, bits=bits, budget_percent=5.0)
             ratio = f"{cells[-1]['perplexity'] / full:.3f}" if cells[-1] else ""
             size = f"{stored['gpu_bytes'] / 1e6:.1f}"
-            rows.append((f"{bits} bits, {method}", size, *map(_perplexity, cells), _perplexity(bought), ratio))
+            apart = (_closeness(close, method=method, bits=bits, k_chunk=k) for k in (0, 16, 64))
+            rows.append((f"{bits} bits, {method}", size, *map(_perplexity, cells), _perplexity(bought), ratio, *apart))
     for row in sorted(_one(sections["peers"], model=REAL)["rows"], key=lambda row: row["gpu_bytes"]):
         if row["kind"] != "F32":
             value, size = row["chat"]["perplexity"], f"{row['gpu_bytes'] / 1e6:.1f}"
-            rows.append((f"{PEER} {row['kind']}", size, number(value), *[""] * 5, f"{value / full:.3f}"))
+            name = f"{PEER} {row['kind']}"
+            apart = (_closeness(close, method=name), "", "")
+            rows.append((name, size, number(value), *[""] * 5, f"{value / full:.3f}", *apart))
     head = ("", "MB", "nothing", "decoding 16", "decoding 64", "and prompts, 16", "64", "within 5 %", "× full")
-    return table(head, rows)
+    return table((*head, "KL, nothing", "KL, 16", "KL, 64"), rows)
+
+
+def _closeness(rows: Entries, **wanted: object) -> str:
+    """KL in nats a token, and how often the same token leads; empty where it was not measured."""
+    own = _maybe(rows, **wanted)
+    return f"{own['kl']:.3f} · {own['same']:.0f} %" if own else ""
 
 
 def closeness(found: Found) -> str:
@@ -214,8 +224,28 @@ def caches(found: Found) -> str:
             cells.append(_perplexity(own) if kind == "fp16" else loss)
         size = _maybe(sections["size"], kind=kind, head_dim=64)
         percent = f"{size['reference 32768']:.0f} %" if size else ""
+        check = _one(sections["checks"], model=REAL).get(kind)
+        cells.append(f"{check['kl']:.3f} · {check['same_percent']:.0f} %" if check else "")
         rows.append((kind, percent, *cells, f"{1 / speed[kind]:.0f}" if kind in speed else ""))
-    return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "tokens/s at 32k"), rows)
+    return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "KL", "tokens/s at 32k"), rows)
+
+
+def cache_memory(found: Found) -> str:
+    """Bytes of caches and peaks of processes, by context."""
+    entries = found["sections"]["memory"]
+    contexts = sorted({one["context"] for one in entries})
+    rows = [
+        (
+            kind,
+            *(f"{_one(entries, kind=kind, context=context)[field] / 1e6:.0f}" for context in contexts for field in _MB),
+        )
+        for kind in dict.fromkeys(one["kind"] for one in entries)
+    ]
+    head = (f"{context:,} tokens: {what} MB" for context in contexts for what in ("cache", "peak"))
+    return table(("", *head), rows)
+
+
+_MB = ("kv_bytes", "peak_bytes")
 
 
 def speeds(found: Entries) -> str:
@@ -344,39 +374,6 @@ def tightest(found: Found) -> str:
     return summary([row for row in found["rows"] if row["operation"] in tight])
 
 
-def simulated(_found: Found) -> str:
-    """Simulated devices beside the paper's Table 3."""
-    rows = []
-    for method in ("awq", "squeezellm"):
-        own = table_3.simulate(method)
-        shares = (f"{100 * table_3.quantile(own, share):.1f} %" for share in (0.5, 0.9, 1))
-        rows.append((method, *shares, len(table_3.order_breaks(own))))
-    return table(("", "median difference", "nine in ten within", "largest", "places where the order is another"), rows)
-
-
-CARDS, FREE, MAIN_GB_S = ("rtx-4050m", "rtx-4060m", "rtx-4070s"), 0.95, 60.0
-"""Cards of 6, 8 and 12 GB, the share of their memory that is free, and the bandwidth of main memory in GB/s."""
-ON_CARDS = ("Llama 3.1 8B", "Qwen3 14B", "gpt-oss 20B", "Qwen3 30B-A3B", "Gemma 4 31B", "Qwen3.5 35B-A3B")
-
-
-def on_cards(_found: Found) -> str:
-    """What cards would do with models, by the program's own plans and its cost model."""
-    models, rows = [model for model in CATALOGUE if model.title in ON_CARDS], []
-    for card in map(DEVICES.__getitem__, CARDS):
-        free, main = int(FREE * card.memory_bytes), 48 << 30
-        room = Room(
-            backend="triton", available_bytes=free, main_bytes=main, cores=8, read_gb_s=MAIN_GB_S, card=card
-        )  # fmt: skip
-        for model, found in zip(models, prospects(models, room), strict=True):
-            bits = found.bits or 3.0
-            active = found.active_share * found.sizes[round(2 * bits) - 6]
-            alone = on_processor(model.spec, round(active), MAIN_GB_S)
-            where = "all" if found.fits == "yes" or model.spec.mixture is None else "all blocks, some experts"
-            speed = (f"{each:.1f}" for each in (found.tokens_per_s or 0.0, alone))
-            rows.append((f"{card.memory_bytes >> 30} GB", model.title, f"{bits:g}", found.blocks or where, *speed))
-    return table(("card", "model", "bits", "on the card", "tokens/s", "processor alone"), rows)
-
-
 def soak(found: Found) -> str:
     """How requests of many clients ended."""
     ends = ", ".join(f"{what} {count:,}" for what, count in found["ends"].items())
@@ -471,12 +468,20 @@ _CALLS = plain(
 )
 _LATE = "Compiled for eight devices; those that spill, or of which a multiprocessor holds two programs at most."
 SECTIONS = (
-    Section("Quality of a chat", "quality", chats, "full,points,stored,budgets,peers"),
+    Section(
+        "Quality of a chat",
+        "quality",
+        chats,
+        "full,points,stored,budgets,peers,closeness",
+        "KL from full precision in nats a token, and how often the same token leads, with prompts compensated alike.",
+    ),
     Section("Token by token", "quality", closeness, "closeness", "As a chat; prompts have all residuals, if any."),
     Section("What a budget buys", "quality", budgets, "budgets"),
     Section(
         *("Budgets, measured", "tuned", lambda found: tuned.report({REAL: found["models"][REAL]})),
-        note="One choice of the tuner beside the best uniform `k_chunk` whose own measured slowdown fits.",
+        note="What a budget promises: the median, over nine starts of the program, of a token's time with compensation "
+        "over that without, in turns; from the lowest to the highest start. Beside it, the best uniform `k_chunk` "
+        "whose own median fits.",
     ),
     Section("Methods at 3 bits", "quality", methods, "points,stored"),
     Section("How salient channels are chosen", "quality", selectors, "points", "rtn, 3 bits, plain."),
@@ -486,8 +491,14 @@ SECTIONS = (
     ),
     Section("W4A8KV4", "quality", w4a8, "qoq"),
     Section(
-        *("KV caches", "caches", caches, "perplexity,size,speed"),
-        note="Loss against fp16 by length of the window (fp16: its perplexity); speeds of a small random shape.",
+        *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
+        note="Loss against fp16 by length of the window (fp16: its perplexity); KL and the same top token beside an "
+        "exact cache along three answers of 192 tokens (fp16 has another kernel); speeds of a small random shape.",
+    ),
+    Section(
+        *("KV caches: memory", "caches", cache_memory, "memory"),
+        note="SmolLM2 at 4 bits: the cache's buffers, and the peak of a process that decodes at the end of a full "
+        "context, weights (74 MB), Python and machine code included.",
     ),
     Section(
         *("Tasks, by cache", "tasks", tasks.by_cache, "keys,drift"),
@@ -529,11 +540,9 @@ SECTIONS = (
         "steps as timed at load, by the clock of a shared machine.",
     ),
     Section("Speculation: copied", "speculation", lambda found: copied(found["rows"]), "copied"),
-    Section("Simulated devices beside Table 3", "kernels", simulated),
+    Section("Simulated devices beside Table 3", "", devices.simulated),
     Section(
-        "Cards that a model does not fit",
-        "kernels",
-        on_cards,
+        *("Cards that a model does not fit", "", devices.on_cards),
         note="Computed, on no device: the plans of F2 with 48 GiB of free main memory, which is read at 60 GB/s, and "
         "tokens a second without compensation by the cost model of simulated devices. The cards are an RTX 4050 and an "
         "RTX 4060 of laptops and an RTX 4070 SUPER, of whose memory 5 % are in use.",
@@ -561,12 +570,11 @@ SECTIONS = (
 
 def page() -> str:
     """The page."""
-    old = [section.title for section in SECTIONS if any(map(is_old, section.runs()))]
-    which = "all tables" if len(old) == len(SECTIONS) else ", ".join(old)
+    shown = [section for section in SECTIONS if not section.file or any(section.runs())]
+    old = [section.title for section in shown if any(map(is_old, section.runs()))]
+    which = "all that were measured" if len(old) == sum(bool(section.file) for section in shown) else "; ".join(old)
     parts = [_INTRODUCTION, f"Older than the last change of the code that decides them: {which}." if old else ""]
-    for section in SECTIONS:
-        if not any(section.runs()):
-            continue  # nothing was measured yet
+    for section in shown:
         parts += [f"## {section.title}", section.note, section.make(section.stored()), section.origin()]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -229,29 +229,23 @@ class Tasks:
 
     def _answers(self) -> Iterator[tuple[list[int], int, Outline]]:
         """Prompts with greedy answers in full precision: tokens, those of the prompt, and the distributions."""
-        questions = [one for name in ("mt_bench", "vicuna_bench") for one in _questions(name)]
-        file, texts = BUILD / f"full-{digest([questions, ANSWER, version('models')])}.npz", self._prompts(questions)
-        if not file.is_file():
-            oracle, kept = Oracle(self.laboratory.checkpoint), dict[str, Any]()
-            for number, text in enumerate(texts):
-                cache, read, found = oracle.cache(1, len(text) + ANSWER), text, list[Any]()
-                while len(found) < ANSWER:
+        oracle, ends = Oracle(self.laboratory.checkpoint), self.laboratory.checkpoint.spec.eos_token_ids
+        BUILD.mkdir(parents=True, exist_ok=True)
+        for question in (one for name in ("mt_bench", "vicuna_bench") for one in _questions(name)):
+            prompt = self.tokenizer.chat([{"role": "user", "content": question}])
+            file = BUILD / f"full-{digest([prompt, ANSWER, version('models')])}.npz"
+            if not file.is_file():
+                cache, read, found = oracle.cache(1, len(prompt) + ANSWER), prompt, list[Any]()
+                while len(found) < ANSWER and not (found and read[0] in ends):
                     found.append(oracle.logits(torch.tensor([read]), cache, rows=[-1])[0].float().numpy())
                     read = [int(found[-1].argmax())]
-                    if read[0] in self.laboratory.checkpoint.spec.eos_token_ids:
-                        break
-                full = Outline.of(np.concatenate(found), _OUTLINED)
-                kept |= {f"tokens {number}": full.tokens, f"probabilities {number}": full.probabilities}
-                self.tell(f"answer {number} in full precision: {len(found)} tokens")
-            BUILD.mkdir(parents=True, exist_ok=True)
-            np.savez(file, **kept)
-        with np.load(file) as kept:
-            for number, text in enumerate(texts):
-                full = Outline(kept[f"tokens {number}"], kept[f"probabilities {number}"])
-                yield [*text, *map(int, full.tokens[:, 0])], len(text), full
-
-    def _prompts(self, questions: Sequence[str]) -> list[list[int]]:
-        return [self.tokenizer.chat([{"role": "user", "content": question}]) for question in questions]
+                half = file.with_name("half.npz")
+                np.savez(half, **asdict(Outline.of(np.concatenate(found), _OUTLINED)))
+                half.replace(file)
+                self.tell(f"in full precision: {len(found)} tokens")
+            with np.load(file) as kept:
+                full = Outline(kept["tokens"], kept["probabilities"])
+            yield [*prompt, *map(int, full.tokens[:, 0])], len(prompt), full
 
     def drift(self, kinds: Sequence[KVKind]) -> None:
         """KL from fp16 along sampled texts, part by part (GEAR Fig. 1b)."""
