@@ -8,6 +8,7 @@ change of the rooms whose code decides them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,7 +19,7 @@ from runtime.engine.gamma import Costs, break_even
 from tests.lab import devices, installations, tasks, tuned
 from tests.lab.kernels import summary
 from tests.lab.models import REAL
-from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
+from tests.lab.quality import ALL_RESIDUALS, COMPARED, RESIDUALS, SELECTORS
 from tests.lab.store import RESULTS, ROOMS, ROOT, is_of, number, read, table
 
 PAGE = ROOT / "docs" / "measurements.md"
@@ -179,23 +180,25 @@ def methods(found: Found) -> str:
 def selectors(found: Found) -> str:
     """How salient channels are chosen (QDEC Fig. 15 and 16)."""
     rows = []
-    for k_chunk in (16, 64):
-        entries = [_point(found, "rtn", 3, k_chunk, as_chat=False, select=select) for select in SELECTORS]
-        recall = f"{100 * entries[0]['recall']:.0f} %" if entries[0] and entries[0]["recall"] else ""
-        rows.append((k_chunk, *map(_perplexity, entries), recall))
-    return table(("k_chunk", "approximate", "exact", "static", "random", "recall"), rows)
+    for method, k_chunk in itertools.product(COMPARED, (16, 64)):
+        entries = [_point(found, method, 3, k_chunk, as_chat=False, select=select) for select in SELECTORS]
+        if all(entries):
+            recall = f"{100 * entries[0]['recall']:.0f} %" if entries[0]["recall"] else ""
+            rows.append((method, k_chunk, *map(_perplexity, entries), recall))
+    return table(("", "k_chunk", "approximate", "exact", "static", "random", "recall"), rows)
 
 
 def residuals(found: Found) -> str:
     """Bits of the residuals at equal bytes (QDEC Table 1)."""
     rows = []
-    for place in (0, 1):
+    for method, place in itertools.product(COMPARED, (0, 1)):
         entries = [
-            (_point(found, "rtn", 3, numbers[place], as_chat=False, residual_bits=bits), numbers[place])
+            (_point(found, method, 3, numbers[place], as_chat=False, residual_bits=bits), numbers[place])
             for bits, numbers in RESIDUALS.items()
         ]
-        rows.append([f"{_perplexity(entry)} ({k_chunk})" for entry, k_chunk in entries])
-    return table([f"{bits} bits" for bits in RESIDUALS], rows)
+        if all(entry for entry, _ in entries):
+            rows.append([method, *(f"{_perplexity(entry)} ({k_chunk})" for entry, k_chunk in entries)])
+    return table(["", *(f"{bits} bits" for bits in RESIDUALS)], rows)
 
 
 def w4a8(found: Found) -> str:
@@ -484,12 +487,15 @@ SECTIONS = (
         "whose own median fits.",
     ),
     Section("Methods at 3 bits", "quality", methods, "points,stored"),
-    Section("How salient channels are chosen", "quality", selectors, "points", "rtn, 3 bits, plain."),
+    Section("How salient channels are chosen", "quality", selectors, "points", "3 bits, plain."),
     Section(
         *("Bits of the residuals at equal bytes", "quality", residuals, "points"),
-        note="rtn, 3 bits, plain; `k_chunk` in brackets.",
+        note="3 bits, plain; `k_chunk` in brackets.",
     ),
-    Section("W4A8KV4", "quality", w4a8, "qoq"),
+    Section(
+        *("W4A8KV4", "quality", w4a8, "qoq"),
+        note="Weights and cache of 4 bits. Activations of 8 bits have a scale a token for QoQ, and one a group for AWQ.",
+    ),
     Section(
         *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
         note="Loss against fp16 by length of the window (fp16: its perplexity); KL and the same top token beside an "
@@ -572,7 +578,8 @@ def page() -> str:
     """The page."""
     shown = [section for section in SECTIONS if not section.file or any(section.runs())]
     old = [section.title for section in shown if any(map(is_old, section.runs()))]
-    which = "all that were measured" if len(old) == sum(bool(section.file) for section in shown) else "; ".join(old)
+    fresh = [section.title for section in shown if section.file and section.title not in old]
+    which = "; ".join(old) if len(old) <= len(fresh) else " but ".join(filter(None, ("all", "; ".join(fresh))))
     parts = [_INTRODUCTION, f"Older than the last change of the code that decides them: {which}." if old else ""]
     for section in shown:
         parts += [f"## {section.title}", section.note, section.make(section.stored()), section.origin()]

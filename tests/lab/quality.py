@@ -59,6 +59,8 @@ BITS: tuple[float, ...] = (3, 4, 3.5)
 FINE, CURVE = (0, 8, 16, 32, 64, 128), (0, 16, 64)
 """k_chunk of `DETAILED` methods, whose prompts and answers are also compensated apart; of others."""
 DETAILED = ("trellis", DEFAULT_METHOD, "rtn")
+COMPARED = ("rtn", "trellis")
+"""Methods with which selectors and bits of the residuals are compared."""
 SELECTORS: tuple[Selector, ...] = ("approx", "exact", "static", "random")
 RESIDUALS: dict[int, tuple[int, ...]] = {2: (32, 128), 4: (16, 64), 8: (8, 32), 16: (4, 16)}
 """k_chunk by bits of the residuals; numbers in the same place fetch the same bytes of rows (QDEC Table 1)."""
@@ -122,10 +124,10 @@ def points() -> Iterator[Point]:
             yield replace(point, as_chat=True, prompt_k_chunk=ALL_RESIDUALS if k_chunk else 0)
             if method in DETAILED:
                 yield replace(point, as_chat=True, prompt_k_chunk=0 if k_chunk else ALL_RESIDUALS)
-    for k_chunk, select in itertools.product((16, 64), SELECTORS):
-        yield Point(method="rtn", k_chunk=k_chunk, select=select)
-    for bits, numbers in RESIDUALS.items():
-        yield from (Point(method="rtn", residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
+    for method, k_chunk, select in itertools.product(COMPARED, (16, 64), SELECTORS):
+        yield Point(method=method, k_chunk=k_chunk, select=select)
+    for method, (bits, numbers) in itertools.product(COMPARED, RESIDUALS.items()):
+        yield from (Point(method=method, residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
 
 
 def qoq() -> Iterator[Point]:
