@@ -494,7 +494,7 @@ SECTIONS = (
     ),
     Section(
         *("W4A8KV4", "quality", w4a8, "qoq"),
-        note="Weights and cache of 4 bits. Activations of 8 bits have a scale a token for QoQ, and one a group for AWQ.",
+        note="Weights and cache of 4 bits. Activations have 8 bits: with a scale a token for QoQ, a group for AWQ.",
     ),
     Section(
         *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
