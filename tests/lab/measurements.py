@@ -3,7 +3,7 @@
     python -m tests.lab.measurements
 
 Each table names its command, date, commit and machine. The page begins with the tables that are older than the last
-change of the rooms whose code decides them.
+change of the rooms whose code decides them, and those whose run was stopped.
 """
 
 from __future__ import annotations
@@ -580,7 +580,10 @@ def page() -> str:
     old = [section.title for section in shown if any(map(is_old, section.runs()))]
     fresh = [section.title for section in shown if section.file and section.title not in old]
     which = "; ".join(old) if len(old) <= len(fresh) else " but ".join(filter(None, ("all", "; ".join(fresh))))
-    parts = [_INTRODUCTION, f"Older than the last change of the code that decides them: {which}." if old else ""]
+    parts = [
+        _INTRODUCTION,
+        f"Older than the last change of the code that decides them, or not finished: {which}." if old else "",
+    ]
     for section in shown:
         parts += [f"## {section.title}", section.note, section.make(section.stored()), section.origin()]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -116,7 +116,7 @@ class Point:
 
 
 def points() -> Iterator[Point]:
-    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15 and 16) and the bits of the residuals (Table 1)."""
+    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15, 16), bits of the residuals (Table 1); and `CLOSE`."""
     for bits, method in itertools.product(BITS, dict.fromkeys((DEFAULT_METHOD, *METHODS))):
         for k_chunk in FINE if method in DETAILED else CURVE:
             point = Point(method=method, bits=bits, k_chunk=k_chunk)
@@ -128,6 +128,7 @@ def points() -> Iterator[Point]:
         yield Point(method=method, k_chunk=k_chunk, select=select)
     for method, (bits, numbers) in itertools.product(COMPARED, RESIDUALS.items()):
         yield from (Point(method=method, residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
+    yield from (Point(method=method, bits=bits, k_chunk=k_chunk) for method, bits, k_chunk in CLOSE)
 
 
 def qoq() -> Iterator[Point]:
@@ -443,7 +444,7 @@ def make(folder: str, root: str, recipe: str, name: str, begun: str) -> None:
 
 def measure(laboratory: Laboratory, given: argparse.Namespace) -> None:
     """Fill the gaps in the results."""
-    tell, bits = laboratory.tell, {float(one) for one in given.bits or BITS}
+    tell, bits = laboratory.tell, {float(one) for one in given.bits or (*BITS, 2)}
     for as_chat in (False, True) if "full" in given.only else ():
         laboratory.full(as_chat)
     for section, wanted in (("points", points()), ("qoq", qoq())):

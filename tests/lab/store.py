@@ -23,7 +23,7 @@ ROOMS = ("models", "runtime", "tuner")
 _WRITTEN = ("tests/lab/results", "docs", "*.md")
 """What measuring writes, or nobody measures by."""
 _PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
-_NUMBERS = re.compile(r"\[[\s\d.,e+-]+\]")
+_NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
 """A list of numbers in JSON, which gets one line."""
 Entry = dict[str, Any]
 Tell = Callable[[str], None]
