@@ -116,7 +116,7 @@ class Point:
 
 
 def points() -> Iterator[Point]:
-    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15, 16), bits of the residuals (Table 1); and `CLOSE`."""
+    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15, 16), the residuals' bits (Table 1) and `CLOSE`."""
     for bits, method in itertools.product(BITS, dict.fromkeys((DEFAULT_METHOD, *METHODS))):
         for k_chunk in FINE if method in DETAILED else CURVE:
             point = Point(method=method, bits=bits, k_chunk=k_chunk)
