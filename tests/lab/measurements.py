@@ -237,13 +237,10 @@ def cache_memory(found: Found) -> str:
     """Bytes of caches and peaks of processes, by context."""
     entries = found["sections"]["memory"]
     contexts = sorted({one["context"] for one in entries})
-    rows = [
-        (
-            kind,
-            *(f"{_one(entries, kind=kind, context=context)[field] / 1e6:.0f}" for context in contexts for field in _MB),
-        )
-        for kind in dict.fromkeys(one["kind"] for one in entries)
-    ]
+    rows = []
+    for kind in dict.fromkeys(one["kind"] for one in entries):
+        known = [_maybe(entries, kind=kind, context=context) for context in contexts]
+        rows.append((kind, *(f"{one[field] / 1e6:.0f}" if one else "" for one in known for field in _MB)))
     head = (f"{context:,} tokens: {what} MB" for context in contexts for what in ("cache", "peak"))
     return table(("", *head), rows)
 
@@ -504,7 +501,7 @@ SECTIONS = (
     Section(
         *("KV caches: memory", "caches", cache_memory, "memory"),
         note="SmolLM2 at 4 bits: the cache's buffers, and the peak of a process that decodes at the end of a full "
-        "context, weights (74 MB), Python and machine code included.",
+        "context, weights (74 MB), machine code and Python with torch, which the program does not load, included.",
     ),
     Section(
         *("Tasks, by cache", "tasks", tasks.by_cache, "keys,drift"),
