@@ -501,7 +501,7 @@ SECTIONS = (
     Section(
         *("KV caches: memory", "caches", cache_memory, "memory"),
         note="SmolLM2 at 4 bits: the cache's buffers, and the peak of a process that decodes at the end of a full "
-        "context, weights (74 MB), machine code and Python with torch, which the program does not load, included.",
+        "context, weights (71 MB), machine code and Python with torch, which the program does not load, included.",
     ),
     Section(
         *("Tasks, by cache", "tasks", tasks.by_cache, "keys,drift"),
