@@ -9,7 +9,7 @@ VERSION := $(shell $(USED) -c 'import sys; print(*sys.version_info[:2], sep=".")
 READY := $(VENV)/.ready-$(VERSION)
 PREPARED := $(VENV)/.prepared
 
-LAB := measurements quality bench bench-gpu first-light kernels starts servers mutations fuzz test-arm test-clients sanitize-gpu
+LAB := measurements quality bench bench-gpu first-light kernels mutations fuzz test-arm test-clients sanitize-gpu
 
 .PHONY: chat demo test test-all check format catalogue clean $(LAB)
 
@@ -42,7 +42,7 @@ format: $(READY)
 catalogue: $(READY)
 	$(BIN)/python -m tests.catalogue
 
-# What measures, breaks and disturbs the program: `make quality`, `bench`, `mutations`, `fuzz` and others.
+# What measures, breaks and disturbs the program: `make measurements`, `bench`, `mutations`, `fuzz` and others.
 $(LAB): $(READY)
 	$(MAKE) -C tests/lab $@
 

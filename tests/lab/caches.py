@@ -5,8 +5,8 @@
 
 Losses are SmolLM2's with weights of 4 bits and k_chunk 64, on WikiText-2 in windows of 1,024 to 8,192 tokens and on
 another book; sizes come from real buffers; speeds are those of a random shape whose cache of 32,768 tokens holds 13
-times the bytes of its weights, beside llama.cpp's on the same shape. A run that was stopped goes on where it was, at
-the same commit. Interpreters with llama.cpp: see llama.py.
+times the bytes of its weights, beside llama.cpp's on the same shape. A run that was stopped goes on where it was, with
+the same code. Interpreters with llama.cpp: see llama.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.lab.compare import job, peer
 from tests.lab.measure import Worker, closing_all, in_turns
 from tests.lab.models import DATA, RESIDUAL_BITS, SMOLLM2, Case, RandomModel, book, llama, llama_1b, smollm2
 from tests.lab.quality import numbers
-from tests.lab.store import ROOT, Entries, about_run, attempt, columns, commit, digest, listed, parser, teller
+from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
 
 PARTS = ("perplexity", "checks", "size", "memory", "speed")
 ORDER: tuple[KVKind, ...] = (
@@ -85,7 +85,7 @@ def cases(folder: Path) -> list[Case]:
 def low_bit(case: Case) -> StoredModel:
     """SmolLM2 at 4 bits, rounded plainly, for a cache is compared with fp16 over the same weights."""
     store, recipe = Store(BUILD / "store"), Recipe(method="rtn", bits=4, group_size=case.group_size)
-    name = f"kv-{digest([recipe.to_json(), commit()])}"
+    name = f"kv-{digest([recipe.to_json(), version('models')])}"
     if name not in store:
         quantize(case.folder, store, recipe, name=name, calibration=case.calibration(), force=True)
     return store.open(name)
@@ -356,7 +356,7 @@ def main() -> None:
     options = parser(__doc__, "caches")
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
-    options.add_argument("--again", action="store_true", help="measure even what this commit has measured")
+    options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     given = options.parse_args()
     entries, tell = Entries(given.out, given.only if given.again else ()), teller()
@@ -380,6 +380,7 @@ def main() -> None:
             measure("memory", [context, kind], lambda r=request: {"model": "smollm2", **peak(r)})
     for tokens in CONTEXTS if "speed" in given.only else ():
         measure("speed", [tokens, bool(given.peer_python)], lambda t=tokens: timed(t, given.peer_python))
+    entries.finish()
     for section in given.only:
         found = entries.all(section)
         print(section, columns([row for one in found for row in one.get("rows", [one])]), sep="\n")

@@ -1,32 +1,26 @@
-"""docs/measurements.md, made whole from the stored results. Nothing is measured.
+"""docs/measurements.md, made whole from the stored results. Nothing is measured (jobs.py does that).
 
     python -m tests.lab.measurements
 
 Each table names its command, date, commit and machine. The page begins with the tables that are older than the last
-change of the rooms whose code decides them.
+change of the rooms whose code decides them, and those whose run was stopped.
 """
 
 from __future__ import annotations
 
-import subprocess
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import median
 from typing import Any
 
-from models.catalogue import CATALOGUE
 from models.recipe import DEFAULT_METHOD, Recipe
 from runtime.engine.gamma import Costs, break_even
-from runtime.load.expected import on_processor
-from runtime.load.prospects import Room, prospects
-from tests.lab import installations, tuned
+from tests.lab import devices, installations, tasks, tuned
 from tests.lab.kernels import on_laptops, products, summary
 from tests.lab.models import REAL
-from tests.lab.quality import ALL_RESIDUALS, RESIDUALS, SELECTORS
-from tests.lab.store import RESULTS, ROOMS, ROOT, number, read, table
-from tests.tuner import table_3
-from tuner.devices import DEVICES
+from tests.lab.quality import ALL_RESIDUALS, COMPARED, RESIDUALS, SELECTORS
+from tests.lab.store import RESULTS, ROOMS, ROOT, is_of, number, read, table
 
 PAGE = ROOT / "docs" / "measurements.md"
 PEER = "llama.cpp"
@@ -35,8 +29,8 @@ Found = Mapping[str, Any]
 Entries = Sequence[Found]
 _INTRODUCTION = """# Measurements
 
-Every table is made from a file in `tests/lab/results` by `make -C tests/lab measurements`; the line below it says what
-measured it, when, at which commit (`+`: with changes) and on which machine. SmolLM2 is SmolLM2-135M-Instruct, "full
+Every table is made from a file in `tests/lab/results` by `make measurements`; the line below it says what measured
+it, when, at which commit (`+`: with changes) and on which machine. SmolLM2 is SmolLM2-135M-Instruct, "full
 precision" its Q4_1 weights dequantized, which is the only form of it that is at hand; perplexities are of WikiText-2's
 test text, where nothing else is said, and lower is better. `k_chunk` is the number of salient channels of 1024 that are
 compensated. Other shapes have random weights. These machines are shared: times are medians, compared within one run."""
@@ -48,14 +42,12 @@ class Section:
 
     title: str
     file: str
-    """The results file, without its ending; several, with commas between."""
+    """The results file, without its ending; several, with commas between; empty: it is computed for the page."""
     make: Callable[[Any], str]
     """Takes what is stored, of several files a list, and makes the table."""
     part: str = ""
     """The part of the file that it gets; or sections of entries, with commas between, that it is of."""
     note: str = ""
-    rooms: Sequence[str] = ROOMS
-    """Folders whose code decides the numbers."""
 
     def stored(self) -> Any:
         """What is stored."""
@@ -63,20 +55,14 @@ class Section:
         return files if len(files) > 1 else files[0].get(self.part, files[0])
 
     def runs(self) -> Entries:
-        """The runs that measured it: what they say of date, commit, machine and command."""
-        found = self.stored()
-        if isinstance(found, list):
-            return [one.get("about", one) for one in found]
-        if "sections" in found:  # entries that were measured one by one
-            entries = [entry for name in self.part.split(",") for entry in found["sections"].get(name, ())]
-            return [{**found["about"], "commit": "", **entry} for entry in entries]
-        if "models" in found:
-            return [found["models"][REAL]["run"]]  # whose rows alone are shown
-        return [found.get("about", found)]
+        """The runs that measured it."""
+        return [run for name in self.file.split(",") if name for run in runs(name, self.part)]
 
     def origin(self) -> str:
         """Where the numbers come from, in a line."""
-        runs = self.runs()
+        runs = [run for run in self.runs() if run]
+        if not runs:
+            return "*Computed with this page: `python -m tests.lab.measurements`*"
         days = sorted({str(run["date"])[:10] for run in runs})
         commits = sorted({str(run["commit"]) for run in runs if run.get("commit")})
         machine = " and ".join(sorted({str(run.get("cpu") or run.get("device", "")) for run in runs}))
@@ -86,25 +72,39 @@ class Section:
         said = f"`python -m tests.lab.{'compare' if name == 'peers.compare' else name}`"
         return f"*{', '.join(part for part in (when, *commits[:3], machine) if part)}: {said}*"
 
-    def is_old(self) -> bool:
-        """Whether its rooms have changed since some of it was measured, or that was not recorded."""
-        return any(_changed(str(run.get("commit") or "").rstrip("+"), tuple(self.rooms)) for run in self.runs())
+
+def runs(file: str, part: str = "") -> Entries:
+    """What a results file, or some parts of it, says of date, commit, machine and command, once for each run.
+
+    Args:
+        file: Its name, without the ending.
+        part: A part of the file; or sections of entries, with commas between. One that is absent is an empty run.
+    """
+    found = read(RESULTS / f"{file}.json")
+    if "sections" in found:  # entries that were measured one by one
+        entries = [(name, entry) for name in part.split(",") for entry in found["sections"].get(name) or [{}]]
+        late = found.get("unfinished", ())
+        about = {**found["about"], "commit": ""}
+        return [{**about, **entry, "unfinished": name in late} if entry else {} for name, entry in entries]
+    if "models" in found:
+        return [found["models"][REAL]["run"]]  # whose rows alone are shown
+    own = found.get(part, {}) if part else found
+    return [own.get("about", own)]
 
 
-@cache
-def _changed(commit: str, rooms: tuple[str, ...]) -> bool:
-    if not commit:
-        return True
-    asked = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *rooms]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.returncode != 0 or done.stdout.strip() != "0"
+def is_old(run: Found) -> bool:
+    """Whether code that decides the numbers has changed since a run, or is not known, or the run was not finished."""
+    return bool(run.get("unfinished")) or not is_of(str(run.get("commit") or ""), tuple(run.get("rooms") or ROOMS))
 
 
 def chats(found: Found) -> str:
-    """SmolLM2 as a chat gets it: bytes, and perplexity by what is compensated, beside llama.cpp's types."""
+    """SmolLM2 as a chat gets it: bytes, perplexity and KL by what is compensated, beside llama.cpp's types."""
     sections = found["sections"]
+    close = _one(sections["closeness"], model=REAL)["rows"]
     full = _one(sections["full"], model=REAL, as_chat=True)["perplexity"]
-    rows: list[Sequence[object]] = [("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000")]
+    rows: list[Sequence[object]] = [
+        ("full precision", f"{538060032 / 2e6:.1f}", number(full), *[""] * 5, "1.000", "0", "", "")
+    ]
     ways = ((0, 0), (16, 0), (64, 0), (16, ALL_RESIDUALS), (64, ALL_RESIDUALS))
     for bits in (3, 4):
         for method in ("trellis", DEFAULT_METHOD, "rtn"):
@@ -113,13 +113,22 @@ def chats(found: Found) -> str:
             bought = _maybe(sections["budgets"], method=method, bits=bits, budget_percent=5.0)
             ratio = f"{cells[-1]['perplexity'] / full:.3f}" if cells[-1] else ""
             size = f"{stored['gpu_bytes'] / 1e6:.1f}"
-            rows.append((f"{bits} bits, {method}", size, *map(_perplexity, cells), _perplexity(bought), ratio))
+            apart = (_closeness(close, method=method, bits=bits, k_chunk=k) for k in (0, 16, 64))
+            rows.append((f"{bits} bits, {method}", size, *map(_perplexity, cells), _perplexity(bought), ratio, *apart))
     for row in sorted(_one(sections["peers"], model=REAL)["rows"], key=lambda row: row["gpu_bytes"]):
         if row["kind"] != "F32":
             value, size = row["chat"]["perplexity"], f"{row['gpu_bytes'] / 1e6:.1f}"
-            rows.append((f"{PEER} {row['kind']}", size, number(value), *[""] * 5, f"{value / full:.3f}"))
+            name = f"{PEER} {row['kind']}"
+            apart = (_closeness(close, method=name), "", "")
+            rows.append((name, size, number(value), *[""] * 5, f"{value / full:.3f}", *apart))
     head = ("", "MB", "nothing", "decoding 16", "decoding 64", "and prompts, 16", "64", "within 5 %", "× full")
-    return table(head, rows)
+    return table((*head, "KL, nothing", "KL, 16", "KL, 64"), rows)
+
+
+def _closeness(rows: Entries, **wanted: object) -> str:
+    """KL in nats a token, and how often the same token leads; empty where it was not measured."""
+    own = _maybe(rows, **wanted)
+    return f"{own['kl']:.3f} · {own['same']:.0f} %" if own else ""
 
 
 def closeness(found: Found) -> str:
@@ -171,23 +180,25 @@ def methods(found: Found) -> str:
 def selectors(found: Found) -> str:
     """How salient channels are chosen (QDEC Fig. 15 and 16)."""
     rows = []
-    for k_chunk in (16, 64):
-        entries = [_point(found, "rtn", 3, k_chunk, as_chat=False, select=select) for select in SELECTORS]
-        recall = f"{100 * entries[0]['recall']:.0f} %" if entries[0] and entries[0]["recall"] else ""
-        rows.append((k_chunk, *map(_perplexity, entries), recall))
-    return table(("k_chunk", "approximate", "exact", "static", "random", "recall"), rows)
+    for method, k_chunk in itertools.product(COMPARED, (16, 64)):
+        entries = [_point(found, method, 3, k_chunk, as_chat=False, select=select) for select in SELECTORS]
+        if all(entries):
+            recall = f"{100 * entries[0]['recall']:.0f} %" if entries[0]["recall"] else ""
+            rows.append((method, k_chunk, *map(_perplexity, entries), recall))
+    return table(("", "k_chunk", "approximate", "exact", "static", "random", "recall"), rows)
 
 
 def residuals(found: Found) -> str:
     """Bits of the residuals at equal bytes (QDEC Table 1)."""
     rows = []
-    for place in (0, 1):
+    for method, place in itertools.product(COMPARED, (0, 1)):
         entries = [
-            (_point(found, "rtn", 3, numbers[place], as_chat=False, residual_bits=bits), numbers[place])
+            (_point(found, method, 3, numbers[place], as_chat=False, residual_bits=bits), numbers[place])
             for bits, numbers in RESIDUALS.items()
         ]
-        rows.append([f"{_perplexity(entry)} ({k_chunk})" for entry, k_chunk in entries])
-    return table([f"{bits} bits" for bits in RESIDUALS], rows)
+        if all(entry for entry, _ in entries):
+            rows.append([method, *(f"{_perplexity(entry)} ({k_chunk})" for entry, k_chunk in entries)])
+    return table(["", *(f"{bits} bits" for bits in RESIDUALS)], rows)
 
 
 def w4a8(found: Found) -> str:
@@ -216,8 +227,25 @@ def caches(found: Found) -> str:
             cells.append(_perplexity(own) if kind == "fp16" else loss)
         size = _maybe(sections["size"], kind=kind, head_dim=64)
         percent = f"{size['reference 32768']:.0f} %" if size else ""
+        check = _one(sections["checks"], model=REAL).get(kind)
+        cells.append(f"{check['kl']:.3f} · {check['same_percent']:.0f} %" if check else "")
         rows.append((kind, percent, *cells, f"{1 / speed[kind]:.0f}" if kind in speed else ""))
-    return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "tokens/s at 32k"), rows)
+    return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "KL", "tokens/s at 32k"), rows)
+
+
+def cache_memory(found: Found) -> str:
+    """Bytes of caches and peaks of processes, by context."""
+    entries = found["sections"]["memory"]
+    contexts = sorted({one["context"] for one in entries})
+    rows = []
+    for kind in dict.fromkeys(one["kind"] for one in entries):
+        known = [_maybe(entries, kind=kind, context=context) for context in contexts]
+        rows.append((kind, *(f"{one[field] / 1e6:.0f}" if one else "" for one in known for field in _MB)))
+    head = (f"{context:,} tokens: {what} MB" for context in contexts for what in ("cache", "peak"))
+    return table(("", *head), rows)
+
+
+_MB = ("kv_bytes", "peak_bytes")
 
 
 def speeds(found: Entries) -> str:
@@ -346,39 +374,6 @@ def tightest(found: Found) -> str:
     return summary([row for row in found["rows"] if row["operation"] in tight])
 
 
-def simulated(_found: Found) -> str:
-    """Simulated devices beside the paper's Table 3."""
-    rows = []
-    for method in ("awq", "squeezellm"):
-        own = table_3.simulate(method)
-        shares = (f"{100 * table_3.quantile(own, share):.1f} %" for share in (0.5, 0.9, 1))
-        rows.append((method, *shares, len(table_3.order_breaks(own))))
-    return table(("", "median difference", "nine in ten within", "largest", "places where the order is another"), rows)
-
-
-CARDS, FREE, MAIN_GB_S = ("rtx-4050m", "rtx-4060m", "rtx-4070s"), 0.95, 60.0
-"""Cards of 6, 8 and 12 GB, the share of their memory that is free, and the bandwidth of main memory in GB/s."""
-ON_CARDS = ("Llama 3.1 8B", "Qwen3 14B", "gpt-oss 20B", "Qwen3 30B-A3B", "Gemma 4 31B", "Qwen3.5 35B-A3B")
-
-
-def on_cards(_found: Found) -> str:
-    """What cards would do with models, by the program's own plans and its cost model."""
-    models, rows = [model for model in CATALOGUE if model.title in ON_CARDS], []
-    for card in map(DEVICES.__getitem__, CARDS):
-        free, main = int(FREE * card.memory_bytes), 48 << 30
-        room = Room(
-            backend="triton", available_bytes=free, main_bytes=main, cores=8, read_gb_s=MAIN_GB_S, card=card
-        )  # fmt: skip
-        for model, found in zip(models, prospects(models, room), strict=True):
-            bits = found.bits or 3.0
-            active = found.active_share * found.sizes[round(2 * bits) - 6]
-            alone = on_processor(model.spec, round(active), MAIN_GB_S)
-            where = "all" if found.fits == "yes" or model.spec.mixture is None else "all blocks, some experts"
-            speed = (f"{each:.1f}" for each in (found.tokens_per_s or 0.0, alone))
-            rows.append((f"{card.memory_bytes >> 30} GB", model.title, f"{bits:g}", found.blocks or where, *speed))
-    return table(("card", "model", "bits", "on the card", "tokens/s", "processor alone"), rows)
-
-
 def soak(found: Found) -> str:
     """How requests of many clients ended."""
     ends = ", ".join(f"{what} {count:,}" for what, count in found["ends"].items())
@@ -473,35 +468,66 @@ _CALLS = plain(
 )
 _LATE = "Compiled for eight devices; those that spill, or of which a multiprocessor holds two programs at most."
 SECTIONS = (
-    Section("Quality of a chat", "quality", chats, "full,points,stored,budgets,peers"),
+    Section(
+        "Quality of a chat",
+        "quality",
+        chats,
+        "full,points,stored,budgets,peers,closeness",
+        "KL from full precision in nats a token, and how often the same token leads, with prompts compensated alike.",
+    ),
     Section("Token by token", "quality", closeness, "closeness", "As a chat; prompts have all residuals, if any."),
     Section("What a budget buys", "quality", budgets, "budgets"),
     Section(
         *("Budgets, measured", "tuned", lambda found: tuned.report({REAL: found["models"][REAL]})),
-        note="One choice of the tuner beside the best uniform `k_chunk` whose own measured slowdown fits.",
+        note="What a budget promises: the median, over nine starts of the program, of a token's time with compensation "
+        "over that without, in turns; from the lowest to the highest start. Beside it, the best uniform `k_chunk` "
+        "whose own median fits.",
     ),
     Section("Methods at 3 bits", "quality", methods, "points,stored"),
-    Section("How salient channels are chosen", "quality", selectors, "points", "rtn, 3 bits, plain."),
+    Section("How salient channels are chosen", "quality", selectors, "points", "3 bits, plain."),
     Section(
         *("Bits of the residuals at equal bytes", "quality", residuals, "points"),
-        note="rtn, 3 bits, plain; `k_chunk` in brackets.",
+        note="3 bits, plain; `k_chunk` in brackets.",
     ),
-    Section("W4A8KV4", "quality", w4a8, "qoq"),
     Section(
-        *("KV caches", "caches", caches, "perplexity,size,speed"),
-        note="Loss against fp16 by length of the window (fp16: its perplexity); speeds of a small random shape.",
+        *("W4A8KV4", "quality", w4a8, "qoq"),
+        note="Weights and cache of 4 bits. Activations have 8 bits: with a scale a token for QoQ, a group for AWQ.",
+    ),
+    Section(
+        *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
+        note="Loss against fp16 by length of the window (fp16: its perplexity); KL and the same top token beside an "
+        "exact cache along three answers of 192 tokens (fp16 has another kernel); speeds of a small random shape.",
+    ),
+    Section(
+        *("KV caches: memory", "caches", cache_memory, "memory"),
+        note="SmolLM2 at 4 bits: the cache's buffers, and the peak of a process that decodes at the end of a full "
+        "context, weights (71 MB), machine code and Python with torch, which the program does not load, included.",
+    ),
+    Section(
+        *("Tasks, by cache", "tasks", tasks.by_cache, "keys,drift"),
+        note="Over weights of 4 bits with `k_chunk` 64. Pass-key: a key among lines that say nothing, at four depths. "
+        "Retrieval: keys of four cities in prose, three texts of each length. A key is right if greedy decoding finds "
+        "it; *nats a key more* is what it loses against fp16, on average of both tasks at all lengths. Sums: those of "
+        "16 chains of five behind 24 examples. KL: from fp16 along four sampled texts, by part (GEAR Fig. 1b). "
+        "± is the interval of 95 % of a mean of pairs; where it spans 0, it is a tie.",
+    ),
+    Section(
+        *("Tasks, by bits", "tasks", tasks.by_bits, "keys,chats,forms"),
+        note="Over an exact cache; pass-key and retrieval in 1,000 tokens. Chats: 20 questions of MT-Bench and "
+        "Vicuna-bench, up to 200 tokens along the greedy answer in full precision: how many agree before the first "
+        "that does not, KL, and the same top token. JSON: 40 requests for an object of three keys, freely and by its "
+        "grammar. Calls: 50 requests, of which each must call a tool.",
     ),
     Section(
         *("Speed beside llama.cpp", _SPEED, speeds),
         note="Models but SmolLM2 have random weights. The limit is memory bandwidth.",
     ),
-    Section("Cost of compensation", "peers-versions,peers-1b-starts", compensation),
+    Section("Cost of compensation", "peers-smollm2-starts,peers-1b-starts", compensation),
     Section("Beside other processes", "peers-spinners", busy, note="Tokens/s decoded."),
     Section("Several requests, over HTTP", "servers", servers),
     Section("Prompts, compensated", "prompts", _PROMPTS),
     Section(
         *("Starts", "start", plain("what:", "median_s:seconds:.2f", keep=lambda row: row["program"] == "now")),
-        rooms=("app", *ROOMS),
     ),
     Section(
         *("Speculation: acceptance", "speculation", drafted(acceptance), "acceptance"),
@@ -517,60 +543,58 @@ SECTIONS = (
         "steps as timed at load, by the clock of a shared machine.",
     ),
     Section("Speculation: copied", "speculation", lambda found: copied(found["rows"]), "copied"),
-    Section("Simulated devices beside Table 3", "kernels", simulated, rooms=("tuner",)),
+    Section("Simulated devices beside Table 3", "", devices.simulated),
     Section(
-        "Cards that a model does not fit",
-        "kernels",
-        on_cards,
+        *("Cards that a model does not fit", "", devices.on_cards),
         note="Computed, on no device: the plans of F2 with 48 GiB of free main memory, which is read at 60 GB/s, and "
         "tokens a second without compensation by the cost model of simulated devices. The cards are an RTX 4050 and an "
         "RTX 4060 of laptops and an RTX 4070 SUPER, of whose memory 5 % are in use.",
-        rooms=ROOMS,
     ),
-    Section("Tool calls", "tool_calls", _CALLS, rooms=("runtime/text",)),
+    Section("Tool calls", "tool_calls", _CALLS),
     Section(
         *("Other programs, unchanged", "clients", plain("client", "version", "model", "hi", "tool", "schema", "stop")),
         note="The newest versions, with their defaults: they say hi, let a tool be called and read its result, have a "
         "schema filled, and stop an answer. The model is a script, or SmolLM2 at 4 bits (`small`), which calls a tool "
         "only where it is made to. Of the agents' prompts Codex's fits into SmolLM2's context of 8,192 tokens; Claude "
         "Code and opencode (11,701) say that theirs is too long.",
-        rooms=("runtime/server",),
     ),
     Section(
         *("Products of a token on cards", "products", lambda found: products(found["rows"])),
         note="Compiled, on no device: instructions a weight, KiB of weights on their way to a multiprocessor, programs "
         "that it holds, and bytes that spill.",
-        rooms=("runtime/backends/triton",),
     ),
     Section(
         *("A token on laptops' cards", "products", lambda found: on_laptops(found["rows"])),
         note="Computed, on no device: Llama 3 8B without compensation, behind no prompt. Products take as long as the "
         "larger of two terms: reading at 80 % of the data sheet's bandwidth, and their compiled instructions in "
         "three quarters of the issue slots at the data sheet's clock. The others take 3.5 µs each, as on an H200.",
-        rooms=("runtime/backends/triton", "tuner"),
     ),
-    Section("Triton kernels", "kernels", tightest, note=_LATE, rooms=("runtime/backends/triton",)),
-    Section("Installations", "installations", installations.table, rooms=("pyproject.toml",)),
+    Section("Triton kernels", "kernels", tightest, note=_LATE),
+    Section("Installations", "installations", installations.table),
     Section(
         *("An agent's turns", "agent-short,agent,agent-fp16", agents),
         note="SmolLM2. For the long prompts its file says 16,384 tokens of context instead of 8,192: its answers make "
         "no sense there, which times and comparisons do not need. Before turn 11 the server is started again. *From "
         "nothing*: the same request to a model without any cache.",
-        rooms=("runtime",),
     ),
     Section("Twelve clients for ten minutes", "soak", soak),
     Section("Two models, eight clients, ten minutes", "soak-two", soak),
-    Section("A hundred kills", "killing", killed, rooms=("app", *ROOMS)),
-    Section("Defects on purpose", "mutations", mutated, rooms=("app", *ROOMS)),
+    Section("A hundred kills", "killing", killed),
+    Section("Defects on purpose", "mutations", mutated),
 )
 
 
 def page() -> str:
     """The page."""
-    old = [section.title for section in SECTIONS if section.is_old()]
-    which = "all tables" if len(old) == len(SECTIONS) else ", ".join(old)
-    parts = [_INTRODUCTION, f"Older than the last change of the code that decides them: {which}." if old else ""]
-    for section in SECTIONS:
+    shown = [section for section in SECTIONS if not section.file or any(section.runs())]
+    old = [section.title for section in shown if any(map(is_old, section.runs()))]
+    fresh = [section.title for section in shown if section.file and section.title not in old]
+    which = "; ".join(old) if len(old) <= len(fresh) else " but ".join(filter(None, ("all", "; ".join(fresh))))
+    parts = [
+        _INTRODUCTION,
+        f"Older than the last change of the code that decides them, or not finished: {which}." if old else "",
+    ]
+    for section in shown:
         parts += [f"## {section.title}", section.note, section.make(section.stored()), section.origin()]
     return "\n\n".join(part for part in parts if part) + "\n"
 

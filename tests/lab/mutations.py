@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.lab.store import RESULTS, ROOT, commit, parser, today, write
+from tests.lab.store import RESULTS, ROOMS, ROOT, commit, parser, today, write
 
 LIST = Path(__file__).with_name("mutations.toml")
 LONGEST_S = 3600
@@ -208,6 +208,7 @@ def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
     return {
         "command": "python -m tests.lab.mutations",
         "commit": commit(),
+        "rooms": ["app", *ROOMS],
         "date": today(),
         "python": platform.python_version(),
         "caught": sum(outcome.caught for outcome in outcomes),

@@ -5,8 +5,8 @@
 
 FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16. Every number goes the program's own way:
 quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
-window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, at the same
-commit. Interpreters with llama.cpp: see llama.py.
+window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, with the same
+code. Interpreters with llama.cpp: see llama.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.lab.compare import full_precision, job, peer
 from tests.lab.logits import theirs
 from tests.lab.measure import closing_all
 from tests.lab.models import REAL, SMOLLM2, smollm2
-from tests.lab.store import ROOT, Entries, about_run, attempt, columns, commit, digest, listed, parser, teller
+from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
 from tuner.profiles import ProfileStore
 
 PARTS = ("full", "points", "qoq", "budgets", "peers", "closeness", "answers")
@@ -59,6 +59,8 @@ BITS: tuple[float, ...] = (3, 4, 3.5)
 FINE, CURVE = (0, 8, 16, 32, 64, 128), (0, 16, 64)
 """k_chunk of `DETAILED` methods, whose prompts and answers are also compensated apart; of others."""
 DETAILED = ("trellis", DEFAULT_METHOD, "rtn")
+COMPARED = ("rtn", "trellis")
+"""Methods with which selectors and bits of the residuals are compared."""
 SELECTORS: tuple[Selector, ...] = ("approx", "exact", "static", "random")
 RESIDUALS: dict[int, tuple[int, ...]] = {2: (32, 128), 4: (16, 64), 8: (8, 32), 16: (4, 16)}
 """k_chunk by bits of the residuals; numbers in the same place fetch the same bytes of rows (QDEC Table 1)."""
@@ -114,7 +116,7 @@ class Point:
 
 
 def points() -> Iterator[Point]:
-    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15 and 16) and the bits of the residuals (Table 1)."""
+    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15, 16), the residuals' bits (Table 1) and `CLOSE`."""
     for bits, method in itertools.product(BITS, dict.fromkeys((DEFAULT_METHOD, *METHODS))):
         for k_chunk in FINE if method in DETAILED else CURVE:
             point = Point(method=method, bits=bits, k_chunk=k_chunk)
@@ -122,10 +124,11 @@ def points() -> Iterator[Point]:
             yield replace(point, as_chat=True, prompt_k_chunk=ALL_RESIDUALS if k_chunk else 0)
             if method in DETAILED:
                 yield replace(point, as_chat=True, prompt_k_chunk=0 if k_chunk else ALL_RESIDUALS)
-    for k_chunk, select in itertools.product((16, 64), SELECTORS):
-        yield Point(method="rtn", k_chunk=k_chunk, select=select)
-    for bits, numbers in RESIDUALS.items():
-        yield from (Point(method="rtn", residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
+    for method, k_chunk, select in itertools.product(COMPARED, (16, 64), SELECTORS):
+        yield Point(method=method, k_chunk=k_chunk, select=select)
+    for method, (bits, numbers) in itertools.product(COMPARED, RESIDUALS.items()):
+        yield from (Point(method=method, residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
+    yield from (Point(method=method, bits=bits, k_chunk=k_chunk) for method, bits, k_chunk in CLOSE)
 
 
 def qoq() -> Iterator[Point]:
@@ -186,8 +189,8 @@ class Laboratory:
         )
 
     def stored(self, point: Point) -> StoredModel:
-        """A point's model; made, timed and measured in a process of its own if this commit has not done it."""
-        name = f"{point.method}-{digest([point.recipe.to_json(), commit()])}"
+        """A point's model; made, timed and measured in a process of its own if this code has not done it."""
+        name = f"{point.method}-{digest([point.recipe.to_json(), version('models')])}"
         entry = self.entries.known("stored", point.recipe.to_json(), lambda: self._made(point, name))
         if name not in self._store:
             self._made(point, name)
@@ -441,7 +444,7 @@ def make(folder: str, root: str, recipe: str, name: str, begun: str) -> None:
 
 def measure(laboratory: Laboratory, given: argparse.Namespace) -> None:
     """Fill the gaps in the results."""
-    tell, bits = laboratory.tell, {float(one) for one in given.bits or BITS}
+    tell, bits = laboratory.tell, {float(one) for one in given.bits or (*BITS, 2)}
     for as_chat in (False, True) if "full" in given.only else ():
         laboratory.full(as_chat)
     for section, wanted in (("points", points()), ("qoq", qoq())):
@@ -470,12 +473,13 @@ def main() -> None:
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--bits", type=listed, help="some of 3, 3.5, 4")
     options.add_argument("--methods", type=listed, default=(*METHODS, "qoq"), help="some of them; all")
-    options.add_argument("--again", action="store_true", help="measure even what this commit has measured")
+    options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     given = options.parse_args()
     entries = Entries(given.out, given.only if given.again else ())
     entries.about = about_run("python -m tests.lab.quality")
     measure(Laboratory(given.smollm2, entries), given)
+    entries.finish()
     for section in given.only:
         print(section, columns(entries.all(section)), sep="\n")
 

@@ -7,6 +7,7 @@ import datetime as dt
 import hashlib
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,19 +20,46 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 ROOMS = ("models", "runtime", "tuner")
 """Folders whose code decides the numbers of an instrument that names nothing else."""
+_WRITTEN = ("tests/lab/results", "docs", "*.md")
+"""What measuring writes, or nobody measures by."""
 _PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
+_NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
+"""A list of numbers in JSON, which gets one line."""
 Entry = dict[str, Any]
 Tell = Callable[[str], None]
 
 
 @cache
 def commit() -> str:
-    """The commit that is checked out, with a `+` where files differ from it; empty outside a repository."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
+    """The commit that is checked out, with a `+` where any but results and pages differ; empty outside a repository."""
+    head = _git("rev-parse", "--short=7", "HEAD").stdout.strip()
+    changed = head and _git("diff", "--quiet", "HEAD", "--", ".", *(f":!{name}" for name in _WRITTEN)).returncode
+    return f"{head}{'+' * bool(changed)}"
+
+
+@cache
+def is_of(measured: str, rooms: tuple[str, ...]) -> bool:
+    """Whether the code in some folders and files is what it was at a commit.
+
+    Args:
+        measured: What `commit` gave; empty where it was not recorded. With a `+`, nobody knows what the code was.
+        rooms: Paths in the repository.
+    """
+    clean = bool(measured) and not measured.endswith("+")
+    return clean and not _git("diff", "--quiet", measured, "--", *rooms).returncode
+
+
+def version(room: str) -> str:
+    """What tells a folder's code from any other: a hash, with a `+` where files differ from what was committed."""
+    return _git("rev-parse", "--short=7", f"HEAD:{room}").stdout.strip() + "+" * (not is_of("HEAD", (room,)))
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    asked = ["git", "-C", str(ROOT), *words]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+        return subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:
+        return subprocess.CompletedProcess(asked, 1, "", "")
 
 
 def today() -> str:
@@ -44,7 +72,7 @@ def about_run(program: str, rooms: Sequence[str] = ROOMS) -> Entry:
 
     Args:
         program: How the program is started, without its arguments.
-        rooms: Folders of the repository whose code decides the numbers.
+        rooms: Folders of the repository whose code decides the numbers, beside the program's own.
     """
     from runtime.backends.cpu.machine.isa import VARIANT
     from runtime.backends.cpu.pool import default_threads
@@ -54,7 +82,7 @@ def about_run(program: str, rooms: Sequence[str] = ROOMS) -> Entry:
         "command": " ".join([program, *shown(sys.argv[1:])]),
         "date": today(),
         "commit": commit(),
-        "rooms": list(rooms),
+        "rooms": [*rooms, program.split()[-1].replace(".", "/") + ".py"],
         "cpu": detect_cpu().name,
         "threads": default_threads(),
         "variant": VARIANT,
@@ -78,7 +106,8 @@ def write(file: Path | None, found: object) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     half = file.with_name(file.name + ".part")
-    half.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = _NUMBERS.sub(lambda row: " ".join(row[0].split()), json.dumps(found, indent=1, ensure_ascii=False))
+    half.write_text(text + "\n", encoding="utf-8")
     half.replace(file)
 
 
@@ -97,26 +126,45 @@ class Entries:
 
     Args:
         file: The file; need not exist.
-        again: Sections that are measured anew even where this commit's numbers are known.
+        again: Sections that are measured anew even where this code's numbers are known.
     """
 
     def __init__(self, file: Path, again: Iterable[str] = ()) -> None:
         stored = read(file)
         self._file, self._again = file, set(again)
         self.about: Entry = stored.get("about", {})
+        self._unfinished, self._touched, self._failed = set(stored.get("unfinished", ())), set[str](), set[str]()
         self._sections: dict[str, dict[str, Entry]] = {
             section: {entry["key"]: entry for entry in entries}
             for section, entries in stored.get("sections", {}).items()
         }
 
     def known(self, section: str, identity: object, measure: Callable[[], Mapping[str, Any]]) -> Entry:
-        """The entry of an identity; it is measured, and the file written, unless this commit has measured it."""
+        """The entry of an identity; it is measured, and the file written, unless this code has measured it."""
         own, key = self._sections.setdefault(section, {}), digest(identity)
-        if section in self._again or own.get(key, {}).get("commit") != commit():
-            own[key] = {"key": key, "date": today(), "commit": commit(), "cpu": self.about.get("cpu"), **measure()}
-            sections = {name: list(entries.values()) for name, entries in self._sections.items()}
-            write(self._file, {"about": self.about, "sections": sections})
+        measured = own.get(key, {}).get("commit") or ""
+        known = measured == commit() or is_of(measured, tuple(self.about.get("rooms", ROOMS)))
+        self._touched.add(section)
+        if section in self._again or not known:
+            self._unfinished.add(section)
+            try:
+                found = measure()
+            except Exception:
+                self._failed.add(section)
+                raise
+            own[key] = {"key": key, "date": today(), "commit": commit(), "cpu": self.about.get("cpu"), **found}
+            self._write()
         return own[key]
+
+    def finish(self) -> None:
+        """Say that all was measured: until then, and where something failed, sections are unfinished."""
+        self._unfinished -= self._touched - self._failed
+        self._write()
+
+    def _write(self) -> None:
+        sections = {name: list(entries.values()) for name, entries in self._sections.items()}
+        unfinished = {"unfinished": sorted(self._unfinished)} if self._unfinished else {}
+        write(self._file, {"about": self.about, **unfinished, "sections": sections})
 
     def all(self, section: str) -> list[Entry]:
         """The entries of a section."""

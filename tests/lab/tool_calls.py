@@ -143,17 +143,10 @@ def same(found: Any, named: Any) -> bool:
 
 
 class Asker:
-    """Asks a model.
+    """Asks a model."""
 
-    Args:
-        folder: The stored model.
-        k_chunk: Compensated channels per 1024.
-    """
-
-    def __init__(self, folder: Path, k_chunk: int) -> None:
-        model = StoredModel.open_folder(folder, folder.name)
-        decoder = CpuDecoder(model, DecoderOptions(context=2048, slots=2, max_rows=256, k_chunk=k_chunk))
-        self.engine = Engine(decoder, Tokenizer(folder), name=folder.name, eos_token_ids=model.spec.eos_token_ids)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def ask(self, text: str, *, required: bool) -> tuple[str, list[ToolCall], bool]:
         """The text and the calls of an answer, and whether it was asked for again because a call did not fit."""
@@ -189,7 +182,10 @@ def judge(request: Request, calls: Sequence[ToolCall]) -> dict[str, bool]:
 
 def measure(folder: Path, k_chunk: int) -> list[dict[str, Any]]:
     """Rows by kind of request."""
-    asker, rows = Asker(folder, k_chunk), []
+    model = StoredModel.open_folder(folder, folder.name)
+    decoder = CpuDecoder(model, DecoderOptions(context=2048, slots=2, max_rows=256, k_chunk=k_chunk))
+    ends = model.spec.eos_token_ids
+    asker, rows = Asker(Engine(decoder, Tokenizer(folder), name=folder.name, eos_token_ids=ends)), []
     for name, required in (("required", True), ("auto", False)):
         judged = []
         for request in requests():

@@ -1,25 +1,29 @@
-"""What a slowdown budget buys: the tuner's refined choice beside the best uniform k_chunk that fits the budget.
+"""What a slowdown budget costs and buys: the tuner's refined choice beside the best uniform k_chunk that fits it.
 
     python -m tests.lab.tuned --smollm2 FOLDER        SmolLM2-135M-Instruct and the bundled model
     python -m tests.lab.tuned --models demo --only times
 
-Every model is quantized to 3 bits by GPTQ (the bundled model is also taken as it ships), tuned and refined. Then all
-choices and uniform k_chunk are timed in turns, and every perplexity is taken as a chat gets it. A uniform k_chunk
-counts where its own measured slowdown is within the budget. Times want a machine of their own.
+Every model is quantized to 3 bits by its default method (the bundled model is also taken as it ships), tuned and
+refined. Then the program is started nine times: each start times decoding with and without every choice and uniform
+k_chunk, in turns. What a budget promises is the median of the nine slowdowns. Every perplexity is taken as a chat gets
+it. A uniform k_chunk counts where its own median is within the budget. Times want a machine of their own.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from assets import demo_path, evaluation_text
 from models.quantize import quantize
-from models.recipe import Recipe
+from models.recipe import Recipe, chosen_method
 from models.store import Store, StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.operations.channels import LAYER_KINDS
@@ -29,32 +33,33 @@ from runtime.load.plan import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.measure.timing import DecodeTimer
 from runtime.text.tokenizer import Tokenizer
-from tests.lab.measure import in_turns
+from tests.lab.measure import Worker, closing_all
 from tests.lab.models import REAL, Case, demo, smollm2
-from tests.lab.store import ROOT, about_run, commit, listed, number, parser, read, table, teller, write
+from tests.lab.store import ROOT, about_run, digest, listed, number, parser, read, table, teller, version, write
 from tuner.profiles import ProfileStore
 
-BUDGETS = (2.0, 5.0, 10.0, 20.0)
+BUDGETS = (5.0, 10.0, 20.0)
 """Slowdowns in percent."""
 UNIFORM = (1, 2, 4, 8, 16, 32, 64, 128)
-ROUNDS, SECONDS = 3, 0.4
-"""Times that every configuration is timed, in turns with the others, and seconds of each."""
+STARTS, SECONDS = 9, 0.4
+"""Starts of the program, since where its memory lies makes it faster or slower, and seconds of each configuration."""
 SHIPPED = "demo-shipped"
 
 
 def opened(case: Case, name: str) -> StoredModel:
-    """A model, quantized unless this commit has done it."""
+    """A model, quantized unless this code has done it."""
     if name == SHIPPED:
         return StoredModel.open_folder(demo_path(), "demo")
-    store, kept = Store(ROOT / "build" / "tuned"), f"{name}-{commit().rstrip('+')}"
+    store, kept = Store(ROOT / "build" / "tuned"), f"{name}-{digest(version('models'))}"
     if kept not in store:
-        recipe = Recipe(method="gptq", bits=3, group_size=case.group_size)
+        method = chosen_method("auto", group_size=case.group_size)
+        recipe = Recipe(method=method, bits=3, group_size=case.group_size)
         quantize(case.folder, store, recipe, name=kept, calibration=case.calibration())
     return store.open(kept)
 
 
 def times(decoder: Decoder, model: StoredModel, budgets: Sequence[float]) -> dict[str, Any]:
-    """Tune and refine for every budget, then time the choices and uniform k_chunk in turns."""
+    """Tune and refine for every budget, then time the choices and uniform k_chunk in many starts of the program."""
     encode, tuned = Tokenizer(model.tokenizer_path).encode, dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         profiles = ProfileStore(Path(folder))
@@ -69,18 +74,32 @@ def times(decoder: Decoder, model: StoredModel, budgets: Sequence[float]) -> dic
                 "refined_seconds": round(time.monotonic() - began, 1),
             }
     timer = DecodeTimer(decoder, seconds=SECONDS)
-
-    def slower(k_chunk: Mapping[str, int]) -> Callable[[], float]:
-        return lambda: timer.slowdown(k_chunk) if any(k_chunk.values()) else 0.0
-
     uniform = {str(k_chunk): k_chunk_by_type(k_chunk) for k_chunk in UNIFORM}
     fitting = {name: one for name, one in uniform.items() if timer.slowdown(one) <= 2 * max(budgets)}
-    ways = {("tuned", budget): slower(own["k_chunk"]) for budget, own in tuned.items()}
-    ways |= {("uniform", name): slower(one) for name, one in fitting.items()}
-    medians = {key: round(statistics.median(each), 2) for key, each in in_turns(ways, ROUNDS, warm=0).items()}
+    ways = [("tuned", budget, own["k_chunk"]) for budget, own in tuned.items()]
+    ways += [("uniform", name, one) for name, one in fitting.items()]
+    found: dict[tuple[str, str], list[float]] = {way[:2]: [] for way in ways}
+    for start in range(STARTS):
+        random.Random(start).shuffle(ways)
+        command = (sys.executable, "-m", "tests.lab.tuned", "--worker", str(model.path), str(decoder.options.context))
+        with closing_all({"": Worker(*command)}) as workers:
+            for kind, name, k_chunk in ways:
+                found[kind, name].append(workers[""].ask(json.dumps(k_chunk, separators=(",", ":"))))
     for budget, own in tuned.items():
-        own["slowdown"] = medians["tuned", budget]
-    return {"tuned": tuned, "uniform": {name: medians["uniform", name] for name in fitting}}
+        each = found["tuned", budget]
+        own |= {"slowdown": round(statistics.median(each), 2), "starts": [round(one, 2) for one in sorted(each)]}
+    return {"tuned": tuned, "uniform": {name: round(statistics.median(found["uniform", name]), 2) for name in fitting}}
+
+
+def worker(folder: str, context: int) -> None:
+    """Answer lines that are k_chunk in JSON with how much slower they make a token, in percent."""
+    model = StoredModel.open_folder(Path(folder), "model")
+    decoder, _ = open_decoder(model, DecoderOptions(context=context), "cpu")
+    timer = DecodeTimer(decoder, seconds=SECONDS)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        k_chunk = json.loads(line)
+        print(timer.slowdown(k_chunk) if any(k_chunk.values()) else 0.0, flush=True)
 
 
 def perplexities(decoder: Decoder, case: Case, found: Mapping[str, Any]) -> dict[str, float]:
@@ -114,14 +133,19 @@ def report(models: Mapping[str, Any]) -> str:
             )
             with_it = scored[key(choice["k_chunk"])]
             shown = key(choice["k_chunk"], " / ")
-            row = (name, f"{budget} %", shown, f"{choice['slowdown']:.1f} %", number(plain), number(with_it))
+            starts = choice.get("starts")
+            took = f"{choice['slowdown']:.1f} % ({f'{starts[0]:.1f} to {starts[-1]:.1f}' if starts else 'one start'})"
+            row = (name, f"{budget} %", shown, took, number(plain), number(with_it))
             rows.append((*row, best, number(theirs)))
     head = ("model", "budget", f"k_chunk ({' / '.join(LAYER_KINDS)})", "measured", "perplexity without", "with")
     return table([*head, "best uniform k_chunk that fits", "perplexity"], rows)
 
 
 def main() -> None:
-    """Measure what is asked for, print and store."""
+    """Measure what is asked for, print and store; or be one start of the program."""
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], int(sys.argv[3]))
+        return
     options = parser(__doc__, "tuned")
     options.add_argument("--smollm2", type=Path, help="Hugging Face folder of SmolLM2-135M-Instruct")
     options.add_argument("--models", type=listed, default=(REAL, "demo", SHIPPED), help="some of %(default)s")
