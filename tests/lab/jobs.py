@@ -32,8 +32,8 @@ from tests.smollm2 import UnavailableError, hf_folder
 
 BUILD = ROOT / "build" / "measured"
 STORED = {"smollm2": 4, "smollm2-3": 3, "smollm2-16k": 4, "small": 4}
-"""Stored models that jobs run, with their bits. What `smollm2-16k` was made of says 16,384 tokens of context; `small` is
-what `clients` asks."""
+"""Stored models that jobs run, with their bits. What `smollm2-16k` was made of says 16,384 tokens of context;
+`clients` asks `small`."""
 _LONG = "--agent smollm2-16k --home {home} --tokens 12000 --compared 1 11 12 20"
 
 

@@ -300,14 +300,19 @@ def run(*command: str | Path, home: Path, stdin: str = "", **variables: str) -> 
 
 def interrupted(*command: str | Path, house: FakeHouse, home: Path, stdin: str = "", **variables: str) -> str:
     """Press Ctrl-C once a program is being answered. Returns the answer's first word, for the program shows none."""
-    before = house.engine.steps if house.engines else 0
+
+    def steps() -> int:
+        return sum(engine.steps for engine in house.engines)
+
+    before = steps()
     own = {"cwd": home, "env": environment(home, **variables), "start_new_session": True}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, **own) as program:
+    own |= dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **own) as program:
         assert program.stdin is not None
         program.stdin.write(stdin)
         program.stdin.close()
         try:
-            wait_until(lambda: house.engines and house.engine.steps > before)
+            wait_until(lambda: steps() > before)
         finally:
             while program.poll() is None:  # some want to be asked twice
                 os.killpg(program.pid, signal.SIGINT)
