@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from app.amounts import Estimate, duration, perplexity
+from app.amounts import Estimate, duration, perplexity, prompt_words
 from runtime.errors import byte_count
+from runtime.wire.device import PromptTuning
 
 
 @pytest.mark.parametrize(
@@ -19,6 +22,13 @@ def test_bytes(count: float, shown: str) -> None:
 @pytest.mark.parametrize(("seconds", "shown"), [(8.4, "8 s"), (180, "3 min"), (7500, "2 h 05 min")])
 def test_times(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+def test_what_prompts_cost_is_said() -> None:
+    found = PromptTuning(budget_percent=20, k_chunk=1024, measured_slowdown_percent=7.64, tokens=512)
+    assert prompt_words(found) == "prompts are compensated fully; 7.6 % more time to the first word, 20 % allowed"
+    assert "by 64 of 1024 channels" in prompt_words(replace(found, k_chunk=64))
+    assert prompt_words(replace(found, k_chunk=0)) == "prompts are not compensated"
 
 
 def test_nothing_is_told_of_a_step_that_has_just_begun() -> None:

@@ -41,8 +41,8 @@ class CpuKernels:
         return _rounded(h.shape, 64, lambda to: op.Norm(matrix(source), to, address(weights), eps=eps))
 
     def gate(self, y: torch.Tensor, *, gelu: bool = False, limit: float = 0.0) -> torch.Tensor:
-        source = wide(y.numpy())
-        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to, gelu, limit))
+        source, form = wide(y.numpy()), op.FORMS["gelu_tanh" if gelu else "clamped_silu" if limit else "silu"]
+        return _rounded((len(y), y.shape[1] // 2), 32, lambda to: op.Gate(matrix(source), to, form, limit))
 
     def heads(self, y: torch.Tensor, how: HeadOptions) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (M, width), H, K, D = y.shape, how.heads, how.kv_heads, how.dim

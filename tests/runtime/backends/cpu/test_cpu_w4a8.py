@@ -46,7 +46,8 @@ def test_gate_rounds_tokens_by_one_scale(machine: Callable[..., Any], rows: int)
     source[:rows, : 2 * width] = rng.standard_normal((rows, 2 * width)) * 4
     out, inputs = aligned_zeros((16, padded(width, 32)), np.float32), Activations(rows, width, 64)
     out[:] = 7
-    machine(rows).run(op.Gate(matrix(source), op.Input(width, False, matrix(out), inputs.places, 2, True)))
+    to = op.Input(width, False, matrix(out), inputs.places, 2, True)
+    machine(rows).run(op.Gate(matrix(source), to, op.FORMS["silu"]))
     assert not out[:rows, width:].any()
     check(inputs, out[:rows, :width])
 
