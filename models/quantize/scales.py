@@ -159,7 +159,8 @@ def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
         float32 [H_kv, D], positive; ones in a head whose keys are all zero.
     """
     paired = magnitude.astype(np.float64)
-    for half in {rope.rotary_dim // 2 for rope in spec.ropes}:
+    halves = {rope.rotary_dim // 2 for rope in spec.ropes}
+    for half in [*halves] * paired.shape[1]:  # of two widths, each may undo what the other one has paired
         paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
     if spec.qk_norm and spec.qk_norm_form != "all":
         paired[:] = paired.max(0)

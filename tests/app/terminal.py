@@ -58,11 +58,11 @@ class Terminal:
         root = Path(__file__).resolve().parents[2]
         self._tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), "-c", str(root), *words)
 
-    def press(self, *keys: str, at_once: bool = False) -> None:
+    def press(self, *keys: str, pause_s: float = 0.15) -> None:
         """Press keys, as tmux names them."""
-        for together in [keys] if at_once else [[key] for key in keys]:
-            self._tmux("send-keys", *together)
-            time.sleep(1.0 if "Escape" in together else 0.15)  # a letter right behind Escape would count as Alt
+        for key in keys:
+            self._tmux("send-keys", key)
+            time.sleep(1.0 if key == "Escape" else pause_s)  # a letter right behind Escape would count as Alt
 
     def type(self, text: str) -> None:
         """Type a text."""
@@ -123,10 +123,10 @@ def answered(terminal: Terminal) -> None:
 
 
 def stopped(terminal: Terminal) -> None:
-    """Ask until an answer is long enough to be stopped; every other time Escape comes with the prompt."""
+    """Ask until an answer is long enough to be stopped, with Escape sooner or later behind the prompt."""
     for attempt in range(TRIES):
-        terminal.type("Tell me a long story about a dog and a boat.")
-        terminal.press("Enter", "Escape", at_once=attempt % 2 == 1)
+        terminal.type(f"Tell me a long story about {attempt} dogs and a boat.")
+        terminal.press("Enter", "Escape", pause_s=0.01 * (attempt % 8))
         answered(terminal)
         if "stopped" in terminal.screen():
             return

@@ -20,6 +20,9 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "gemma-4-31b-4bit": (23, 25, 843),
     "gemma-4-e2b-4bit": (27, 29, 774),
     "gemma-4-26b-a4b-4bit": (39, 44, 693),
+    "llama-3-8b-trellis": (17, 19, 451),
+    "qwen3.5-4b-trellis": (23, 25, 451),
+    "gemma-4-e2b-trellis": (28, 30, 774),
 }
 """Kernels over INT4, the same where the rows of prompts are compensated together, and launches of a token.
 
