@@ -29,7 +29,7 @@ BORDER_CELLS = 6
 """Cells of the composer's width that the border's text can't use."""
 TYPING_S = 0.2
 """Time since the last key in which somebody is taken to be typing."""
-PATIENCE_S = 0.5
+PATIENCE_S = 0.8
 """What streams waits so long at most for somebody who types."""
 FOLD_LINES = 20
 FOLD_CHARACTERS = 4000
