@@ -103,7 +103,7 @@ def test_the_wheel_holds_the_program_and_its_assets_alone(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and "demo_model" not in path.parts and path.suffix != ".po"
+        if path.is_file() and path.suffix != ".po" and not {"__pycache__", "demo_model"} & {*path.parts}
     }
     assert found == expected
     assert {"app/tui/chat.tcss", "assets/text/calibration.md", "assets/demo/packed/manifest.json"} < found
