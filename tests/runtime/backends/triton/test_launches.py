@@ -6,6 +6,7 @@ import pytest
 
 from tests.lab.launches import launches_of
 
+pytestmark = pytest.mark.slow
 ATTENTION, MLP = "add_norm gemv heads attend merge gemv", "add_norm gemv gate gemv"
 EXPERTS, OWN = "add_norm route few gate few", "add_norm gemv add_norm gemv token_gate gemv"
 RULE = "add_norm gemv mix recur finish gemv"
