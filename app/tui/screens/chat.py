@@ -110,8 +110,8 @@ class ChatScreen(Screen[None]):
 
     def _lay_out(self) -> None:
         """Show the session as the width allows. A sidebar that this shows fills itself."""
-        if not self.query(Composer):
-            return
+        if not all(self.query(part) for part in (HeaderBar, Sidebar, ProgressPanel, Composer)):
+            return  # not yet, or no longer
         session = self._session
         self.query_one(HeaderBar).show(session)
         self.query_one(ProgressPanel).show(session.job)
