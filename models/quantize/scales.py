@@ -159,9 +159,11 @@ def smoothing(spec: ModelSpec, magnitude: FloatArray) -> FloatArray:
         float32 [H_kv, D], positive; ones in a head whose keys are all zero.
     """
     paired = magnitude.astype(np.float64)
-    halves = {rope.rotary_dim // 2 for rope in spec.ropes}
-    for half in [*halves] * paired.shape[1]:  # of two widths, each may undo what the other one has paired
-        paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
+    before = np.zeros_like(paired)
+    while not np.array_equal(before, paired):  # of two rotary widths, one may undo what the other has paired
+        before = paired.copy()
+        for half in {rope.rotary_dim // 2 for rope in spec.ropes}:
+            paired[:, :half] = paired[:, half : 2 * half] = np.maximum(paired[:, :half], paired[:, half : 2 * half])
     if spec.qk_norm and spec.qk_norm_form != "all":
         paired[:] = paired.max(0)
     largest = paired.max(1, keepdims=True)

@@ -152,20 +152,32 @@ def stopped(house: fake_engine.FakeHouse) -> int:
     return sum(engine.cancellations for engine in house.engines)
 
 
-def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
-    """What works, by what was asked; else what was answered instead."""
+def told(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, Any]:
+    """What a client was answered, in a home of its own; or the error with which it failed."""
     with tempfile.TemporaryDirectory() as home:
-        before = stopped(house)
         try:
-            told = dict(ask(url, Path(home), house))
+            return dict(ask(url, Path(home), house))
         except Exception as error:  # noqa: BLE001 -- the others are still worth trying
-            return {"hi": " ".join(str(error).split())[:200]}
-    if "stop" in told:
+            return {"hi": error}
+
+
+def judged(answers: Mapping[str, Any], fits: Callable[[str, Any], bool]) -> dict[str, str]:
+    """What works, by what was asked; else what was answered instead."""
+    return {
+        name: "yes" if fits(name, answer) else " ".join(str(answer).split())[:200] for name, answer in answers.items()
+    }
+
+
+def asked(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
+    """What works with the script."""
+    before = stopped(house)
+    answers = told(ask, url, house)
+    if "stop" in answers:
         try:
             wait_until(lambda: stopped(house) > before)
         except AssertionError:
-            told["stop"] = "goes on"
-    return {name: "yes" if answer == clients.ANSWERS[name] else str(answer)[:200] for name, answer in told.items()}
+            answers["stop"] = "goes on"
+    return judged(answers, lambda name, answer: answer == clients.ANSWERS[name])
 
 
 FORMS: Mapping[str, Callable[[Any], bool]] = {
@@ -177,15 +189,9 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def asked_for_real(ask: Ask, url: str, house: fake_engine.FakeHouse) -> dict[str, str]:
-    """What works with a real model, by what was asked; else what was answered instead."""
-    with tempfile.TemporaryDirectory() as home:
-        try:
-            told = dict(ask(url, Path(home), house))
-        except Exception as error:  # noqa: BLE001 -- the others are still worth trying
-            return {"hi": " ".join(str(error).split())[:200]}
-    fits = {name: FORMS.get(name, FORMS["hi"])(answer) for name, answer in told.items()}
-    else_told = {name: "not called" if name == "tool" else str(answer)[:200] for name, answer in told.items()}
-    return {name: "yes" if fits[name] else else_told[name] for name in told}
+    """What works with a real model."""
+    found = judged(told(ask, url, house), lambda name, answer: FORMS.get(name, FORMS["hi"])(answer))
+    return {name: "not called" if name == "tool" and what != "yes" else what for name, what in found.items()}
 
 
 def main() -> int:
@@ -202,8 +208,8 @@ def main() -> int:
             for model, base, asks in everyone_asks:
                 if model == "script" or name not in (*clients.AGENTS, "aider"):
                     works = asks(ask, base, house)
-                    told = {what: works.get(what, "") for what in ASKED}
-                    rows.append({"client": name, "version": version, "model": model, **told})
+                    own = {what: works.get(what, "") for what in ASKED}
+                    rows.append({"client": name, "version": version, "model": model, **own})
                     print(f"{name} {version}: {works}", flush=True)
     print(columns(rows))
     write(given.out, {**about_run("python -m tests.lab.clients", ("runtime/server",)), "rows": rows})

@@ -88,7 +88,8 @@ class Program:
         if child == 0:
             os.execve(str(self.path), [str(self.path)], self.environment() | {"LINES": "30", "COLUMNS": "100"})
         try:
-            took = _painted(terminal, began)
+            until(terminal, PAINTED, PATIENCE_S)
+            took = time.perf_counter() - began
         finally:
             _end(child, terminal)
         return took
@@ -121,16 +122,21 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _painted(terminal: int, began: float) -> float:
-    """Read a terminal until the chat screen is there; seconds since `began`."""
-    seen = b""
-    while time.perf_counter() - began < PATIENCE_S:
-        if not select.select([terminal], [], [], 1.0)[0]:
-            continue
-        seen += os.read(terminal, 1 << 16)
-        if PAINTED.encode() in _ESCAPES.sub(b"", seen):
-            return time.perf_counter() - began
-    raise TimeoutError(f"no chat screen within {PATIENCE_S:g} s")
+def until(terminal: int, text: str, patience_s: float) -> float:
+    """Read a terminal until it was sent a text, whatever escapes are in it (never, if that is empty); seconds.
+
+    Raises:
+        TimeoutError: It was not.
+    """
+    began, seen = time.perf_counter(), b""
+    while (left := began + patience_s - time.perf_counter()) > 0:
+        if select.select([terminal], [], [], left)[0]:
+            seen += os.read(terminal, 1 << 16)
+            if text and text.encode() in _ESCAPES.sub(b"", seen):
+                return time.perf_counter() - began
+    if text:
+        raise TimeoutError(f"{text!r} was not shown within {patience_s:g} s")
+    return patience_s
 
 
 def _end(child: int, terminal: int) -> None:

@@ -15,7 +15,6 @@ import fcntl
 import importlib.util
 import os
 import pty
-import select
 import struct
 import sys
 import termios
@@ -29,6 +28,7 @@ from textual.widgets import Markdown
 
 from app.tui.preload import preload
 from app.tui.widgets.flat_blocks import FlatBlock
+from tests.lab.start import until
 
 LIMIT_MS = 30.0
 """Lag of the event loop that 95 of 100 ticks may have at most."""
@@ -144,19 +144,6 @@ async def behind(app: Any, earlier: int) -> None:
         conversation.add("assistant", "It *is* what `it` is.\n\n- one\n- two", parent=asked.id)
     app.call_later(app.chat.transcript.reopen)
     await running
-
-
-def until(terminal: int, text: str, patience_s: float) -> float:
-    """Read a terminal until it was sent a text (never, if that is empty); seconds."""
-    begin, seen = time.perf_counter(), b""
-    while (left := begin + patience_s - time.perf_counter()) > 0:
-        if select.select([terminal], [], [], left)[0]:
-            seen += os.read(terminal, 1 << 16)
-            if text and text.encode() in seen:
-                return time.perf_counter() - begin
-    if text:
-        raise TimeoutError(f"{text!r} was not shown within {patience_s:g} s")
-    return patience_s
 
 
 def blocks_of(shown: Markdown) -> list[tuple[str, str]]:
