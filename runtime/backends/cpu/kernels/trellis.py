@@ -82,11 +82,14 @@ def _emit_states(b: Builder, words: list[Any], bits: int, quad: int) -> Any:
     return call(b, "llvm.x86.avx512.pmultishift.qb.512", BYTES, control, b.bitcast(word, BYTES))
 
 
-def _emit_levels(b: Builder, states: Any, bits: int, shift: int) -> Any:
-    """The levels of 64 states, `shift` larger: those of the first 128, or of their complements."""
+def _emit_levels(b: Builder, states: Any, last: Any, bits: int, shift: int) -> Any:
+    """The levels of 64 states, `shift` larger: those of the first 128, or of their complements.
+
+    Only seven bits of a place are read, so `last`, 127, less a state stands for its complement.
+    """
     found = levels(bits).astype(np.int64) + shift
     negative = b.icmp_signed("<", states, constant(BYTES, 0))
-    places = b.select(negative, b.not_(states), states)
+    places = b.select(negative, b.sub(last, states), states)
     low, high = _table(found[:64]), _table(found[64:128])
     size = call(b, "llvm.x86.avx512.vpermi2var.qi.512", BYTES, low, places, high)
     return b.select(negative, b.sub(constant(BYTES, 2 * shift & 255), size), size)
@@ -118,7 +121,9 @@ def _emit_block(b: Builder, codes: Any, behind: Any, bits: int, shift: int) -> I
     following = load(b, WORDS, behind, LINE)
     if isa.VBMI:
         words.append(following)
-        return (_emit_levels(b, _emit_states(b, words, bits, quad), bits, shift) for quad in range(_QUADS))
+        # Not known to LLVM, which would make a complement of the difference: two instructions under a mask, not one.
+        last = b.asm(ir.FunctionType(BYTES, [BYTES]), "", "=v,0", [constant(BYTES, 127)], side_effect=False)
+        return (_emit_levels(b, _emit_states(b, words, bits, quad), last, bits, shift) for quad in range(_QUADS))
     words.append(call(b, "llvm.fshr.v16i32", WORDS, following, words[0], constant(WORDS, 8)))
     streams = [b.bitcast(word, BYTES) for word in words]
     return (_emit_sums(b, streams, bits, channel, shift) for channel in range(_QUADS))
