@@ -223,7 +223,7 @@ class InputStatistics:
 
 
 FEWEST_TOKENS = 16
-"""Calibration tokens below which an expert is rounded plainly."""
+"""Calibration tokens below which an expert is rounded plainly: without second moments."""
 
 
 def reached(tokens: int) -> bool:
@@ -282,6 +282,8 @@ class ExpertInputs:
         expert, kind = _expert_of(name), name.rpartition(".")[2]
         whole = self._whole[kind]
         if not reached(int(self.tokens[expert])):
+            if self._recipe.trellis:
+                return replace(whole, moments=np.eye(len(whole.rank_maximum), dtype=np.float32)), self._recipe
             return whole, replace(self._recipe, method="rtn")
         own = InputStatistics.empty(
             len(whole.rank_maximum),

@@ -83,11 +83,11 @@ class Pipeline:
             calibration = evaluation = None
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
-        special = (spec.v_norm or "both" in spec.mixers) and not (recipe.trellis or recipe.kept)
-        special = special or spec.mixture is not None or spec.latent is not None
-        if special and recipe.method not in MATRIX_BY_MATRIX:
+        able = MATRIX_BY_MATRIX if spec.latent is not None else ("trellis", *MATRIX_BY_MATRIX)
+        special = (spec.v_norm or "both" in spec.mixers) and not recipe.kept
+        if (special or spec.mixture is not None or spec.latent is not None) and recipe.method not in able:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
-            raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(MATRIX_BY_MATRIX)}")
+            raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(able)}")
         if recipe.smooth_attention and (spec.wide_heads is not None or spec.latent is not None):
             why = "a norm follows them" if spec.latent is not None else "blocks have them in two widths or share them"
             raise QuantizationError(

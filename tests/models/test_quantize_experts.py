@@ -149,9 +149,9 @@ def test_auto_takes_uniform_codes_for_experts(checkpoint: Path) -> None:
     assert chosen_method("rtn") == "rtn"
 
 
-@pytest.mark.parametrize("method", ["awq", "squeezellm", "trellis", "qoq"])
+@pytest.mark.parametrize("method", ["awq", "squeezellm", "qoq"])
 def test_methods_that_do_not_know_experts_are_refused(checkpoint: Path, tmp_path: Path, method: str) -> None:
-    with pytest.raises(QuantizationError, match=f"{method} does not quantize mixtures.*gptq or rtn"):
+    with pytest.raises(QuantizationError, match=f"{method} does not quantize mixtures.*trellis or gptq or rtn"):
         quantize(checkpoint, Store(tmp_path), Recipe.usual(method), calibration=TEXT, evaluation=TEXT)
 
 

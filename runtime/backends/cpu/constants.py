@@ -247,7 +247,8 @@ class ExpertTables:
         """
         first = self._constants.linear(names[0])
         tiled = self._constants.tiled(first)
-        sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
+        shape = (tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
+        sizes = op.ExpertSizes(*shape, trellis=tiled.trellis)
         if k_chunk or shared:
             of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)

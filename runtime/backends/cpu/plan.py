@@ -245,21 +245,29 @@ class PlanOperations(Interpreter[Activations]):
         values = self._prepare(x, first)
         routes = self._route(values, layer, mixture) if read is None else read
         slots = slots_of(self._rows, mixture)
-        rounded = self._rounded("expert ", slots, max(self._spec.hidden_size, mixture.width))
-        to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks)
+        most, rotated = max(self._spec.hidden_size, mixture.width), gate_up.sizes.trellis
+        rounded = plain = self._rounded("expert ", slots, most)
+        if rotated and gate_up.shared:
+            plain = self._rounded("plain expert ", slots, most)
+        to = op.Input(values.width, False, op.Matrix(0, 0), rounded, gate_up.sizes.group_blocks, rotated=rotated)
         self._emit(op.Spread(values.place, routes, to))
+        if plain is not rounded:
+            self._emit(op.Spread(values.place, routes, to._replace(rounded=plain, rotated=False)))
         both = _matrix(
             self._buffer("expert gate_up", (slots, padded(self._spec.mlp_parts * mixture.width, BLOCK)), np.float32)
         )
-        self._multiply(gate_up, values.place, routes, rounded, both, by_row=True)
+        self._multiply(gate_up, values.place, routes, (rounded, plain), both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
-        to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks)
+        to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks, rotated=rotated)
         self._emit(op.GateExperts(both, routes, to, *self._form(layer)))
+        if plain is not rounded:
+            self._emit(op.Spread(inside, routes, to._replace(rounded=plain, rotated=False), by_slot=True))
         out, reader = self._matrix("expert output", down.first.shape[0]), self._graph.reader(node)
         assert reader is not None
         apart = reader.norm != ""
         total = self._matrix("experts", self._spec.hidden_size) if apart else self.of(reader)
-        self._multiply(down, inside, routes, rounded, out.place, by_row=False, total=total.place, fresh=apart)
+        x = (rounded, plain)
+        self._multiply(down, inside, routes, x, out.place, by_row=False, total=total.place, fresh=apart)
         return total
 
     def attend(self, node: Node) -> Activations:
@@ -481,7 +489,7 @@ class PlanOperations(Interpreter[Activations]):
         table: Table,
         values: op.Matrix,
         routes: Routes,
-        x: op.Quantized,
+        x: tuple[op.Quantized, op.Quantized],
         out: op.Matrix,
         *,
         by_row: bool,
@@ -491,7 +499,7 @@ class PlanOperations(Interpreter[Activations]):
         """Write the choice of channels, then the product of rows with their experts, added to `total` if given."""
         packed, chosen = table.first, total_budget(table.first.shape[1], table.k_chunk)
         kind = layer_kind(packed.name)
-        experts = op.Experts(table.address, table.sizes, routes, x, by_row, out, total, fresh, kept=table.shared > 0)
+        experts = op.Experts(table.address, table.sizes, routes, *x, by_row, out, total, fresh, kept=table.shared > 0)
         if chosen:
             select = self._selection(Activations(values, packed.shape[1]), packed, table.k_chunk, chosen)
             if not by_row:

@@ -36,8 +36,9 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _linear_scratch(instruction)
         case op.Panel():
             return _panel_scratch(instruction)
-        case op.Experts(total=total):
-            return TILE_BYTES + max(NOTE_BYTES if total else 64 * SUMS, TILE_BYTES)
+        case op.Experts(sizes=sizes, total=total):
+            entries = entries_bytes(sizes.blocks) if sizes.trellis else 0
+            return TILE_BYTES + max(NOTE_BYTES if total else 64 * SUMS, TILE_BYTES, entries)
         case op.Route(experts=experts):
             return 16 * experts
         case op.Select():

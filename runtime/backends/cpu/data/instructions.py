@@ -282,6 +282,7 @@ class Spread(NamedTuple):
     x: Matrix  # float32, all rows
     routes: Routes  # which rows go where
     to: Input  # the output; of `out` and `wanted` nothing is used
+    by_slot: bool = False  # whether `x` is in the order of experts already
 
 
 class GateExperts(NamedTuple):
@@ -306,6 +307,7 @@ class ExpertSizes(NamedTuple):
     residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0
+    trellis: bool = False  # as of `Weights`
 
 
 class Experts(NamedTuple):
@@ -315,6 +317,7 @@ class Experts(NamedTuple):
     sizes: ExpertSizes  # of each
     routes: Routes  # which rows go where
     x: Quantized  # the quantized activations, by slot; a single row's once, if `by_row`
+    plain: Quantized  # those that residuals meet if all rows share their compensated channels
     by_row: bool  # whether all experts of a row read the same activations
     out: Matrix  # float32, by slot; if there is a `sum`, those of one segment
     sum: Matrix = Matrix(0, 0)  # float32, the rows that the products are added to; 0: none

@@ -36,7 +36,8 @@ ROUTING = {
 }
 """The same of a mixture of experts."""
 EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.experts.multiply_experts_4")}
-"""Products with experts, by the bits of their matrices."""
+"""Products with experts, by the bits of their matrices; so are the next."""
+TRELLIS_EXPERTS = {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)}
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")

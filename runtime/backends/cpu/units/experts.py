@@ -33,7 +33,14 @@ from runtime.backends.cpu.data.records import (
     Pair,
     Segment,
 )
-from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, row_block, step_of
+from runtime.backends.cpu.kernels.activation import (
+    GroupPlace,
+    code_bytes,
+    quantize_group,
+    rotate_group,
+    row_block,
+    step_of,
+)
 from runtime.backends.cpu.kernels.compensate import Salient
 from runtime.backends.cpu.kernels.residual import few_rows
 from runtime.backends.cpu.kernels.rows import gate_by
@@ -68,6 +75,7 @@ from runtime.backends.cpu.machine.vector import (
     mul,
     set_float,
     set_word,
+    stack_words_128,
     store_floats,
     sum_lanes,
     zero_floats,
@@ -79,9 +87,15 @@ from runtime.backends.cpu.units.products import (
     compensate_row,
     one_3,
     one_4,
+    one_trellis_2,
+    one_trellis_3,
+    one_trellis_4,
     row_block_at,
     several_3,
     several_4,
+    several_trellis_2,
+    several_trellis_3,
+    several_trellis_4,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -289,12 +303,15 @@ def _round(to: Input, at: int, pair: Pair, start: int, stop: int) -> None:
     """Quantize groups start .. stop - 1 of float32 [width] at an address to the slot of a pair."""
     padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
     groups, lane = (padded + group - 1) // group, pair.slot - pair.block
-    codes = to.rounded.codes + pair.block * code_bytes(padded)
+    codes, scratch = to.rounded.codes + pair.block * code_bytes(padded), stack_words_128()
     for g in range(start, stop):
         channel = g * group
         width, factor = min(group, padded - channel), 4 * (pair.block * groups + g * pair.side + lane)
         place = GroupPlace(codes, pair.side, lane, channel, to.rounded.scales + factor, to.rounded.shifts + factor, 0)
-        quantize_group(at + 4 * channel, width, step_of(at + 4 * channel, width), place)
+        source = at + 4 * channel
+        if to.rotated != 0:
+            source = rotate_group(source, width, scratch)
+        quantize_group(source, width, step_of(source, width), place)
 
 
 @compiled_unit
@@ -303,10 +320,12 @@ def spread(i: int, _control: int, part: int, parts: int, _scratch: int) -> None:
     of = spread_at(i)
     counts, to = counts_at(of.routes.counts), of.to
     padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    first, last = share_of(1 if counts.alone != 0 else counts.pairs, part, parts)
+    once = counts.alone != 0 and of.by_slot == 0
+    first, last = share_of(1 if once else counts.pairs, part, parts)
     for p in range(first, last):
         pair = pair_at(of.routes.pairs + PAIR_BYTES * p)
-        _round(to, of.x.at + pair.row * of.x.stride, pair, 0, (padded + group - 1) // group)
+        row = pair.row if of.by_slot == 0 else pair.slot
+        _round(to, of.x.at + row * of.x.stride, pair, 0, (padded + group - 1) // group)
 
 
 @compiled_unit
@@ -343,6 +362,8 @@ def _linear_of(of: Experts, number: int) -> Linear:
     groups = 4 * slot * sizes.groups
     codes = of.x.codes + slot * code_bytes(BLOCK * sizes.blocks)
     x = Quantized(codes, of.x.scales + groups, of.x.shifts + groups, 0)
+    codes = of.plain.codes + slot * code_bytes(BLOCK * sizes.blocks)
+    plain = Quantized(codes, of.plain.scales + groups, of.plain.shifts + groups, 0)
     out = Matrix(of.out.at, of.out.stride)
     if of.sum.at == 0:
         out = Matrix(of.out.at + segment.first * of.out.stride, of.out.stride)
@@ -351,7 +372,7 @@ def _linear_of(of: Experts, number: int) -> Linear:
     chosen = Matrix(of.chosen.at + at * of.chosen.stride, of.chosen.stride)
     residual = Residual(own.residual, own.residual_scales, sizes.residual_bits, sizes.stride, sizes.rows)
     bias = own.bias if of.sum.at == 0 else 0
-    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0, 0), x)
+    return Linear(weights, x, 0, out, bias, 0, of.total, residual, values, chosen, own.kept, Whole(0, 0, 0, 0), plain)
 
 
 @kernel
@@ -443,6 +464,24 @@ def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int
     _multiply(one_4, several_4, i, control, part, parts, scratch)
 
 
+@compiled_unit
+def multiply_trellis_experts_2(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: trellises of 2 bits."""
+    _multiply(one_trellis_2, several_trellis_2, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_trellis_experts_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: trellises of 3 bits."""
+    _multiply(one_trellis_3, several_trellis_3, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_trellis_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: trellises of 4 bits."""
+    _multiply(one_trellis_4, several_trellis_4, i, control, part, parts, scratch)
+
+
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
 
 
@@ -455,7 +494,7 @@ def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -
     side = row_block(rows)
     for row in range(0, rows, side):
         out = linear.out.at + row * linear.out.stride
-        few(linear, row_block_at(linear.x, linear.weights, row), side, min(side, rows - row), out, first, last, scratch)
+        few(linear, row_block_at(linear.plain, linear.weights, row), side, min(side, rows - row), out, first, last, scratch)
 
 
 @compiled_unit

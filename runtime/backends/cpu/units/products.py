@@ -298,9 +298,9 @@ def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     return _decoded(tile_of, decode, one)
 
 
-_one_trellis_2, _several_trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)
-_one_trellis_3, _several_trellis_3 = _trellis(3, decode_trellis_tile_3, gemv_trellis_tile_3)
-_one_trellis_4, _several_trellis_4 = _trellis(4, decode_trellis_tile_4, gemv_trellis_tile_4)
+one_trellis_2, several_trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)
+one_trellis_3, several_trellis_3 = _trellis(3, decode_trellis_tile_3, gemv_trellis_tile_3)
+one_trellis_4, several_trellis_4 = _trellis(4, decode_trellis_tile_4, gemv_trellis_tile_4)
 
 
 @kernel
@@ -376,19 +376,19 @@ def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: in
 @compiled_unit
 def multiply_trellis_2(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: a trellis of 2 bits."""
-    multiply_linear(_one_trellis_2, _several_trellis_2, i, control, part, parts, scratch)
+    multiply_linear(one_trellis_2, several_trellis_2, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_trellis_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: a trellis of 3 bits."""
-    multiply_linear(_one_trellis_3, _several_trellis_3, i, control, part, parts, scratch)
+    multiply_linear(one_trellis_3, several_trellis_3, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_trellis_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: a trellis of 4 bits."""
-    multiply_linear(_one_trellis_4, _several_trellis_4, i, control, part, parts, scratch)
+    multiply_linear(one_trellis_4, several_trellis_4, i, control, part, parts, scratch)
 
 
 @compiled_unit

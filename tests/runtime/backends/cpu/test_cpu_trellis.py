@@ -22,7 +22,8 @@ from runtime.backends.cpu.kernels.activation import ROTATED_ORDER
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
 from tests.guarded import aligned_zeros
-from tests.models.conftest import TEXT, write_checkpoint
+from tests.models.conftest import TEXT, write_checkpoint, write_tokenizer
+from tests.models.random_models import MIXTURE, SIZES, random_model
 from tests.runtime.backends.cpu.machine import Activations, matrix
 from tests.runtime.backends.cpu.test_cpu_kernels import product
 from tests.runtime.backends.steps import prompt_and_token
@@ -69,13 +70,31 @@ def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(machine: Callable[..
         assert (np.abs(found - expected[row]) <= 0.501 * step + 1e-6).all()
 
 
-@pytest.mark.parametrize("bits", [2, 3.5, 4])
-@pytest.mark.parametrize(("residual_bits", "k_chunk"), [(0, 0), (4, 20), (4, 1024), (16, 20)])
+def dense(folder: Path) -> Path:
+    """A Qwen2 with biases, whose rows of 160 end in 32 channels."""
+    return write_checkpoint(folder, family="qwen2", intermediate=160)
+
+
+def mixture(folder: Path) -> Path:
+    """A Qwen2-MoE with a shared expert that counts as two of 96 channels."""
+    sizes = {**MIXTURE, "num_hidden_layers": 2, "hidden_size": 96, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 192}
+    random_model("Qwen2Moe", **sizes).save_pretrained(folder)
+    write_tokenizer(folder, SIZES["vocab_size"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("write", "bits", "residual_bits", "k_chunk"),
+    [
+        *((dense, 2, 4, 20), (dense, 3.5, 0, 0), (dense, 3.5, 4, 1024), (dense, 4, 4, 1024), (dense, 4, 16, 20)),
+        *((mixture, 2, 4, 20), (mixture, 3.5, 4, 1024), (mixture, 4, 0, 0), (mixture, 4, 16, 20)),
+    ],
+)
 def test_the_decoder_answers_as_the_reference_does(
-    tmp_path: Path, bits: float, residual_bits: int, k_chunk: int
+    tmp_path: Path, write: Callable[[Path], Path], bits: float, residual_bits: int, k_chunk: int
 ) -> None:
-    """Prompt and decoded tokens, with biases, with and without compensation of both; rows of 160 end in 32 channels."""
-    folder = write_checkpoint(tmp_path / "checkpoint", family="qwen2", intermediate=160)
+    """Prompt and decoded tokens, with and without compensation of both."""
+    folder = write(tmp_path / "checkpoint")
     recipe = Recipe(method="trellis", bits=bits, residual_bits=residual_bits)
     info = quantize(folder, Store(tmp_path / "store"), recipe, calibration=TEXT)
     model = StoredModel.open_folder(info.path)
@@ -87,6 +106,7 @@ def test_the_decoder_answers_as_the_reference_does(
         select="static",  # what the others choose differs where two channels are nearly alike
     )
     answers = [prompt_and_token(model, name, options) for name in ("cpu", "reference")]
-    # Activations are in INT8 here and in float32 there: 2 % of a logit's size.
-    allowed = 0.03 * np.sqrt(np.mean(answers[1] ** 2))
-    assert np.sqrt(np.mean((answers[0] - answers[1]) ** 2)) < allowed
+    # Activations are in INT8 here and in float32 there: 2 % of a logit's size in the median row. A few rows may go to
+    # another of two experts that are nearly equal.
+    errors = np.sqrt(np.mean((answers[0] - answers[1]) ** 2, 1) / np.mean(answers[1] ** 2))
+    assert np.median(errors) < 0.03
