@@ -68,7 +68,7 @@ def theirs(model: Any, tokens: torch.Tensor, cache: DynamicCache | None = None) 
         return model(tokens, use_cache=cache is not None, **{name: cache})
 
 
-@pytest.mark.parametrize("length", grid([1, 4, 16, 23], {16, 23}))
+@pytest.mark.parametrize("length", grid([1, 4, 16, 23], {23}))
 def test_logits_equal_transformers(pair: tuple[Any, Checkpoint], length: int) -> None:
     model, checkpoint = pair
     expected = theirs(model, tokens_of(length)).logits

@@ -18,6 +18,7 @@ from models.checkpoint import Checkpoint
 from models.errors import CancelledError, CheckpointError, QuantizationError
 from models.oracle import Oracle
 from models.quantize import calibration, for_checkpoint, quantize
+from models.quantizers import trellis
 from models.quantizers.dequantize import dequantize
 from models.quantizers.groups import rtn
 from models.recipe import Recipe, chosen_method
@@ -56,18 +57,26 @@ def test_factors_of_experts_are_read_once_a_block(tmp_path: Path, monkeypatch: p
     assert len([name for name in names if name.endswith("per_expert_scale")]) == checkpoint.spec.num_layers
 
 
+def plainly(weight: np.ndarray[Any, Any], recipe: Recipe) -> Any:
+    """A matrix quantized without second moments."""
+    if recipe.trellis:
+        return trellis.quantize(weight, 4, trellis.feedback(np.eye(weight.shape[1], dtype=np.float32)))
+    return rtn(weight, 4, 32)
+
+
+@pytest.mark.parametrize("recipe", [GPTQ, Recipe(method="trellis", bits=4)], ids=lambda recipe: recipe.method)
 def test_an_expert_that_few_tokens_reach_is_rounded_plainly(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe
 ) -> None:
     """The limit lies between the experts, so that some are and others are not; the model says how many."""
     store = Store(tmp_path)
-    quantize(checkpoint, store, GPTQ, name="usual", calibration=TEXT, evaluation=TEXT)
+    quantize(checkpoint, store, recipe, name="usual", calibration=TEXT, evaluation=TEXT)
     tokens = MappedTensors(store.open("usual").path / block_file(1))[expert_tokens(1)]
     assert tokens.sum() == 3 * 688  # each of the text's tokens has three experts
     limit = int(np.sort(tokens)[2])
     monkeypatch.setattr(calibration, "FEWEST_TOKENS", limit)
     monkeypatch.setattr("models.quantize.quality.FEWEST_TOKENS", limit)
-    info = quantize(checkpoint, store, GPTQ, name="few", calibration=TEXT, evaluation=TEXT)
+    info = quantize(checkpoint, store, recipe, name="few", calibration=TEXT, evaluation=TEXT)
     every = np.concatenate([MappedTensors(info.path / block_file(layer))[expert_tokens(layer)] for layer in (1, 2)])
     assert info.summary.warning is not None
     assert f"{np.count_nonzero(every < limit)} of 12 experts" in info.summary.warning
@@ -75,7 +84,7 @@ def test_an_expert_that_few_tokens_reach_is_rounded_plainly(
     for expert, count in enumerate(tokens):
         name = f"layers.1.experts.{expert}.gate_up"
         weight = source.linear(name)[0].numpy()
-        plain = np.array_equal(dequantize(model.linear(name)), rtn(weight, 4, 32).dequantize())
+        plain = np.array_equal(dequantize(model.linear(name)), plainly(weight, recipe).dequantize())
         assert plain == (count < limit)
 
 

@@ -256,7 +256,8 @@ class PlanOperations(Interpreter[Activations]):
         both = _matrix(
             self._buffer("expert gate_up", (slots, padded(self._spec.mlp_parts * mixture.width, BLOCK)), np.float32)
         )
-        self._multiply(gate_up, values.place, routes, (rounded, plain), both, by_row=True)
+        rows = rounded, plain
+        self._multiply(gate_up, values.place, routes, rows, both, by_row=True)
         inside = _matrix(self._buffer("expert input", (slots, padded(mixture.width, BLOCK)), np.float32))
         to = op.Input(mixture.width, False, inside, rounded, down.sizes.group_blocks, rotated=rotated)
         self._emit(op.GateExperts(both, routes, to, *self._form(layer)))
@@ -266,8 +267,7 @@ class PlanOperations(Interpreter[Activations]):
         assert reader is not None
         apart = reader.norm != ""
         total = self._matrix("experts", self._spec.hidden_size) if apart else self.of(reader)
-        x = (rounded, plain)
-        self._multiply(down, inside, routes, x, out.place, by_row=False, total=total.place, fresh=apart)
+        self._multiply(down, inside, routes, rows, out.place, by_row=False, total=total.place, fresh=apart)
         return total
 
     def attend(self, node: Node) -> Activations:

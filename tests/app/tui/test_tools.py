@@ -68,7 +68,13 @@ async def test_a_call_runs_when_it_is_allowed(stage: Stage, runtime: Any, served
         assert [call.state for call in calls(s)] == ["done"] * 2
 
 
-@pytest.mark.parametrize(("calm_s", "alone_s"), [(3600, 0.001), (0, 3600)], ids=["at once", "after a pause"])
+@pytest.mark.parametrize(
+    ("calm_s", "alone_s"),
+    [
+        pytest.param(3600, 0.001, id="at once", marks=pytest.mark.slow),
+        pytest.param(0, 3600, id="after a pause"),
+    ],
+)
 async def test_typing_answers_no_question(
     stage: Stage, runtime: Any, served: Any, monkeypatch: Any, calm_s: float, alone_s: float
 ) -> None:

@@ -19,6 +19,7 @@ from runtime.errors import InvalidActivationError, OutOfMemoryError
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.grid import grid
 
 V = 300
 Factory = Callable[..., Any]
@@ -104,7 +105,7 @@ LENGTHS = (5, 17, 70, 90, 141, 200, 33)
 
 @pytest.mark.parametrize("gamma", [None, 3])
 @pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
-@pytest.mark.parametrize("prompt_k_chunk", [0, 64])
+@pytest.mark.parametrize("prompt_k_chunk", grid([0, 64], {64}))
 def test_answers_are_those_of_requests_served_alone(
     tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer, backend: type, gamma: int | None, prompt_k_chunk: int
 ) -> None:

@@ -56,6 +56,7 @@ from runtime.wire.answers import Holding
 from runtime.wire.codec import from_json
 from runtime.wire.device import PromptTuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
+from tests.grid import grid
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import DecodingMode, Offers
 from tuner.placement import ExpertPlacement
@@ -546,7 +547,7 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return replace(BUNDLE, calibration=file)
 
 
-@pytest.mark.parametrize("bits", [3.0, 3.5])
+@pytest.mark.parametrize("bits", grid([3.0, 3.5], {3.5}))
 def test_a_model_is_made_of_a_folder(store: Store, brief: Bundle, bits: float) -> None:
     reports: list[Progress] = []
     smooth, chats = bits == 3, store.root.parent / "chats"

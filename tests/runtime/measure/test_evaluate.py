@@ -20,6 +20,7 @@ from runtime.errors import Cancelled, RequestError
 from runtime.measure.evaluate import full_precision_perplexity, negative_log_likelihood, perplexity, safe_exp, windows
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Detokenizer, Tokenizer
+from tests.grid import grid
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 57)]
 
@@ -82,7 +83,7 @@ def by_definition(model: Any, window: int, stride: int, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize(("window", "stride"), [(64, 64), (16, 8), (16, 16), (5, 1), (7, 5)])
-@pytest.mark.parametrize("max_rows", [3, 128])
+@pytest.mark.parametrize("max_rows", grid([3, 128], {3}))
 def test_perplexity_is_the_definition(tiny_model: Callable[..., Any], window: int, stride: int, max_rows: int) -> None:
     model = tiny_model(bits=3)
     expected, count = by_definition(model, window, stride, k_chunk=64)
@@ -126,7 +127,7 @@ def chat_by_definition(model: Any, window: int, stride: int, max_rows: int) -> t
 
 
 @pytest.mark.parametrize(("window", "stride"), [(64, 64), (16, 8), (16, 5), (5, 1), (2, 1)])
-@pytest.mark.parametrize("max_rows", [3, 128])
+@pytest.mark.parametrize("max_rows", grid([3, 128], {3}))
 def test_as_a_chat_too(tiny_model: Callable[..., Any], window: int, stride: int, max_rows: int) -> None:
     model = tiny_model(bits=3)
     expected, count = chat_by_definition(model, window, stride, max_rows)

@@ -494,7 +494,16 @@ def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -
     side = row_block(rows)
     for row in range(0, rows, side):
         out = linear.out.at + row * linear.out.stride
-        few(linear, row_block_at(linear.plain, linear.weights, row), side, min(side, rows - row), out, first, last, scratch)
+        few(
+            linear,
+            row_block_at(linear.plain, linear.weights, row),
+            side,
+            min(side, rows - row),
+            out,
+            first,
+            last,
+            scratch,
+        )
 
 
 @compiled_unit

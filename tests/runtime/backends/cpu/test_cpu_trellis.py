@@ -77,7 +77,13 @@ def dense(folder: Path) -> Path:
 
 def mixture(folder: Path) -> Path:
     """A Qwen2-MoE with a shared expert that counts as two of 96 channels."""
-    sizes = {**MIXTURE, "num_hidden_layers": 2, "hidden_size": 96, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 192}
+    sizes = {
+        **MIXTURE,
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 192,
+    }
     random_model("Qwen2Moe", **sizes).save_pretrained(folder)
     write_tokenizer(folder, SIZES["vocab_size"])
     return folder

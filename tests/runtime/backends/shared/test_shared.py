@@ -95,7 +95,11 @@ def told(decoder: Decoder) -> Iterator[np.ndarray[Any, Any]]:
         yield decoder.hidden(Step.of([9], at + 2, []))
 
 
-ALONE = [(kind, name) for kind in MODELS for name in ("reference", "cpu")]
+ALONE = [
+    pytest.param(kind, name, marks=[pytest.mark.slow] * (name == "reference"))
+    for kind in MODELS
+    for name in ("reference", "cpu")
+]
 INTERPRETED = [(kind, "triton") for kind in (MODELS if DEVICE == "cuda" else ("dense",))]
 
 

@@ -91,7 +91,9 @@ def test_products_are_the_exact_ones(bits: int, M: int, N: int, K: int, split: i
     assert_close(out, expected(x, packed), EXACT)
 
 
-@pytest.mark.parametrize(("bits", "k_chunk", "hidden"), [(2, 0, 256), (3.5, 64, 64)])
+@pytest.mark.parametrize(
+    ("bits", "k_chunk", "hidden"), [pytest.param(2, 0, 256, marks=pytest.mark.slow), (3.5, 64, 64)]
+)
 def test_the_decoder_answers_as_the_reference_does(
     tmp_path: Path, bits: float, k_chunk: int, hidden: int, device: str
 ) -> None:
