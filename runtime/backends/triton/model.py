@@ -250,10 +250,7 @@ class GpuModel:
         if self.spec.mixture.parallel_mlp:
             weight, eps = weight * self.norms[f"{name}_norm"], self.spec.eps_of(f"{name}_norm")
         bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
-        counts = None if self.placement is None else self.placement.counts_of(layer)
-        return GpuRouter(
-            mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts, eps=eps
-        )
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, eps=eps)
 
     def _recent(self, layer: int) -> Recent:
         assert self.cache.states is not None
