@@ -18,13 +18,10 @@ import numpy as np
 import torch
 
 from models.packed import PackedLinear
-from models.spec import MixtureSpec
-from runtime.backends.triton.kernels.expert_cache import Cached, Records, admit
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import Allocate
 from runtime.backends.triton.sizes import EXPERT_WORDS, RecordSizes, record_sizes
 from runtime.errors import BackendError
-from tuner.placement import ExpertPlacement
 
 SLAB_BYTES = 256 << 20
 """Records in main memory are page-locked so many bytes at a time: torch locks powers of two."""
@@ -33,8 +30,6 @@ _RUN_BYTES = _WORD * EXPERT_WORDS
 
 Repack = Callable[[PackedLinear, torch.device], GpuLinear]
 """`runtime.backends.triton.layout.repack`."""
-WINDOW = 64
-"""Rows over which hits are counted."""
 
 
 class HostRecords:
@@ -94,10 +89,6 @@ class GpuExperts:
     def of(self, expert: int) -> GpuLinear:
         bias = None if self.bias is None else self.bias[expert]
         return replace(_matrix(self.first, self.records[int(self.places[expert])], self.sizes), bias=bias)
-
-    @property
-    def argument(self) -> Records:
-        return Records(self.first.codes, self.places, self.sizes.words)
 
 
 def stack(
@@ -160,47 +151,3 @@ def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLin
 def _from_a_line(words: torch.Tensor) -> torch.Tensor:
     """The same memory from its first whole run of `EXPERT_WORDS` words on."""
     return words[-words.data_ptr() % _RUN_BYTES // _WORD :]
-
-
-class Placement:
-    """Where experts are, in each block that has some; see `runtime.backends.triton.kernels.expert_cache`."""
-
-    def __init__(self, blocks: Mapping[int, Sequence[GpuExperts]], mixture: MixtureSpec, device: torch.device) -> None:
-        self._blocks, self._shared = blocks, mixture.shared
-        last = torch.zeros(len(blocks), mixture.num_experts, dtype=torch.int32, device=device)
-        here = torch.tensor([own[0].resident for own in blocks.values()], dtype=torch.int32, device=device)
-        moves = torch.zeros(1 + 2 * mixture.num_experts, dtype=torch.int32, device=device)
-        self._found = torch.zeros(2, dtype=torch.int32, device=device)
-        self._cached = {block: Cached(last[at], here[at], moves, self._found) for at, block in enumerate(blocks)}
-        self._rows = 0
-        self._hit_rate: float | None = None
-        self.whole = bool(here.all())
-        """Whether all experts are on the device."""
-
-    @property
-    def report(self) -> ExpertPlacement:
-        layers = [layer for own in self._blocks.values() for layer in own]
-        return ExpertPlacement(
-            on_device=sum(layers[0].resident),
-            held=layers[0].count,
-            host_bytes=sum(layer.host_bytes for layer in layers),
-            hit_rate=self._hit_rate,
-        )
-
-    def admit(self, block: int, chosen: torch.Tensor) -> None:
-        """Have experts on the device that a few rows chose, int32 [M, each]; launches only."""
-        if not self.whole:
-            gate_up, down = (layer.argument for layer in self._blocks[block])
-            admit(chosen, self._cached[block], gate_up, down, shared=self._shared)
-
-    def after(self, rows: int) -> None:
-        """Count a step's rows, of those that `admit` is for; the step is done."""
-        if self.whole:
-            return
-        self._rows += rows
-        if self._rows < WINDOW:
-            return
-        self._rows = 0
-        chosen, found = self._found.tolist()
-        self._hit_rate = found / max(1, chosen)
-        self._found.zero_()

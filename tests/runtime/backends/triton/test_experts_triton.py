@@ -14,10 +14,11 @@ from models.routing import route
 from models.spec import MixtureSpec
 from runtime.backends.experts import hottest
 from runtime.backends.triton import experts as placing
-from runtime.backends.triton.experts import GpuExperts, HostRecords, Placement, stack
+from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.experts import block_of, few, many, sum_up
 from runtime.backends.triton.layout import repack
+from runtime.backends.triton.placement import Placement
 from runtime.backends.triton.residual import ordinary
 from runtime.backends.triton.sizes import EXPERT_WORDS, linear_bytes, record_sizes
 from runtime.backends.triton.workspace import Workspace
@@ -228,7 +229,7 @@ def test_other_operands_are_refused() -> None:
 
 def test_what_was_used_longest_ago_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices of a toy mixture whose stream drifts, a token and three at a time, beside a list in their order."""
-    monkeypatch.setattr(placing, "WINDOW", 240)
+    monkeypatch.setattr("runtime.backends.triton.placement.WINDOW", 240)
     mixture, most, rows = MixtureSpec(experts=24, chosen=3, width=1, normalized=True, shared=1, gated=False), 9, 3
     generator = torch.Generator().manual_seed(2)
     router, stream, chosen = torch.randn(24, 16, generator=generator), torch.zeros(16), []

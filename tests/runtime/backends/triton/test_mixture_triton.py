@@ -16,7 +16,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.compensation import dequantize_residual
 from runtime.backends.operations.linear import dequantize
 from runtime.backends.reference import decoder as reference_decoder
-from runtime.backends.triton import experts as placing
+from runtime.backends.triton import placement
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.experts import GpuExperts
 from runtime.backends.triton.kernels import experts as products
@@ -209,7 +209,7 @@ def test_logits_have_the_same_bits_wherever_experts_are(
     small: Any, device: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While experts exchange their places, with and without compensation, for tokens and for prompts."""
-    monkeypatch.setattr(placing, "WINDOW", 7)
+    monkeypatch.setattr(placement, "WINDOW", 7)
     model = model_of(small, shape)
     options = DecoderOptions(context=64, max_rows=18, k_chunk=300, prompt_k_chunk=300)
     steps = [
