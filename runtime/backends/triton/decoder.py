@@ -41,7 +41,7 @@ from runtime.backends.triton.gpu import explained, first_line
 from runtime.backends.triton.kernels.select import Selection, recall, select
 from runtime.backends.triton.model import GpuModel, Linear
 from runtime.backends.triton.sampling import SEEN, HostDraws
-from runtime.backends.triton.sizes import LOGIT_ROWS
+from runtime.backends.triton.sizes import LOGIT_ROWS, SUMMED_ROWS
 from runtime.compensation import k_chunk_by_type
 from runtime.errors import BackendError, InvalidActivationError, OutOfMemoryError, Problem, RequestError
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
@@ -372,14 +372,14 @@ class TritonDecoder:
         return Problem(what=what, fix="update NVIDIA's driver; a card that is shared or virtual may not allow it")
 
     def _end(self, step: Step) -> None:
-        """Wait for a step, raise if it computed NaN or infinity, and let experts exchange their places."""
+        """Wait for a step, raise if it computed NaN or infinity, and count the experts that were found."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
         status = self._status.numpy()
         if status[0] or not math.isfinite(status.view(np.float32)[1]):
             self.buffers.status.zero_()
             raise InvalidActivationError(_NOT_FINITE)
-        if self.model.placement is not None:
+        if self.model.placement is not None and step.tokens.size <= SUMMED_ROWS:
             self.model.placement.after(step.tokens.size)
 
     def set_k_chunk(self, k_chunk: Mapping[str, int] | int, n_tb: Mapping[str, int] | None = None) -> None:

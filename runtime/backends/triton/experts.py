@@ -4,9 +4,9 @@ An expert's codes and groups are one *record*, laid out as any other matrix (`ru
 on the device says where each expert's record is, so that one launch multiplies with those that the router chose,
 wherever they are: a kernel reads a record in main memory as it reads residuals, over the bus, without a copy.
 
-Where not all fit on the device, those that tokens go to most are there. At the load, calibration says which those are.
-While the model runs, the router's kernel counts where tokens go, and every `WINDOW` rows a few experts exchange their
-places. Results do not depend on it, as the same kernel reads the same numbers from either place.
+Where not all fit on the device, it is a cache of those used last (`runtime.backends.triton.kernels.expert_cache`),
+which begins with those that most calibration tokens went to. Results do not depend on it, as the same kernel reads the
+same numbers from either place.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from models.packed import PackedLinear
-from models.spec import MixtureSpec
 from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import Allocate
 from runtime.backends.triton.sizes import EXPERT_WORDS, RecordSizes, record_sizes
 from runtime.errors import BackendError
-from tuner.placement import ExpertPlacement
 
 SLAB_BYTES = 256 << 20
 """Records in main memory are page-locked so many bytes at a time: torch locks powers of two."""
@@ -33,13 +30,6 @@ _RUN_BYTES = _WORD * EXPERT_WORDS
 
 Repack = Callable[[PackedLinear, torch.device], GpuLinear]
 """`runtime.backends.triton.layout.repack`."""
-WINDOW = 64
-"""Rows between two exchanges. Counts are halved at each, so an expert's is about twice what it got in the last one."""
-MARGIN = 8
-"""How many more rows must have gone to an expert than to that whose place it takes. Half of them come in the next
-window; each saves reading a record over the bus, and the exchange itself reads one and writes one."""
-MOST = 64
-"""Most exchanges at a time, of the whole model: 15 ms on a laptop's bus for experts of 2.7 MB."""
 
 
 class HostRecords:
@@ -71,10 +61,10 @@ class GpuExperts:
 
     first: GpuLinear
     """That of the first expert where it was loaded, a view without bias; all have its shape, bits and group size."""
-    records: list[torch.Tensor]
-    """By expert, int32 [words]: `GpuLinear.codes` and `GpuLinear.groups`, both filled up to multiples of
-    `EXPERT_WORDS`."""
-    resident: list[bool]  # By expert, whether its record is on the device
+    records: Mapping[int, torch.Tensor]
+    """By place, int32 [words]: `GpuLinear.codes` and `GpuLinear.groups` of the expert that is there now, both filled up
+    to multiples of `EXPERT_WORDS`."""
+    resident: list[bool]  # By expert, whether its record was loaded onto the device
     places: torch.Tensor  # int64 [E] on the device: runs of `EXPERT_WORDS` words from `first`'s codes to each record
     sizes: RecordSizes  # Of a record
     bias: torch.Tensor | None = None  # float32 [E, N], always on the device; None: they have none
@@ -98,24 +88,7 @@ class GpuExperts:
 
     def of(self, expert: int) -> GpuLinear:
         bias = None if self.bias is None else self.bias[expert]
-        return replace(_matrix(self.first, self.records[expert], self.sizes), bias=bias)
-
-    def exchange(self, leaving: int, coming: int) -> None:
-        """Exchange the places of an expert on the device and one in main memory, after all earlier launches.
-
-        Never waits for the device.
-        """
-        assert self.resident[leaving]
-        assert not self.resident[coming]
-        here, there = self.records[leaving], self.records[coming]
-        left = here.clone()
-        here.copy_(there, non_blocking=True)
-        there.copy_(left, non_blocking=True)
-        self.records[leaving], self.records[coming] = there, here
-        self.resident[leaving], self.resident[coming] = False, True
-        place = self.places[leaving].clone()
-        self.places[leaving].copy_(self.places[coming])
-        self.places[coming].copy_(place)
+        return replace(_matrix(self.first, self.records[int(self.places[expert])], self.sizes), bias=bias)
 
 
 def stack(
@@ -162,8 +135,9 @@ def stack(
         records.append(record)
     assert first is not None
     base = first.codes.data_ptr()
-    places = torch.tensor([(record.data_ptr() - base) // _RUN_BYTES for record in records], dtype=torch.int64)
-    return GpuExperts(first=first, records=records, resident=kept, places=places.to(device), sizes=sizes, bias=bias)
+    at = [(record.data_ptr() - base) // _RUN_BYTES for record in records]
+    places, by_place = torch.tensor(at, dtype=torch.int64, device=device), dict(zip(at, records, strict=True))
+    return GpuExperts(first=first, records=by_place, resident=kept, places=places, sizes=sizes, bias=bias)
 
 
 def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLinear:
@@ -177,74 +151,3 @@ def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLin
 def _from_a_line(words: torch.Tensor) -> torch.Tensor:
     """The same memory from its first whole run of `EXPERT_WORDS` words on."""
     return words[-words.data_ptr() % _RUN_BYTES // _WORD :]
-
-
-Int64Array = npt.NDArray[np.int64]
-
-
-def exchanges(
-    counts: Int64Array, resident: npt.NDArray[np.bool_], *, margin: int, most: int
-) -> list[tuple[int, int, int]]:
-    """The experts that exchange their places: (block, leaving, coming), those that save most first.
-
-    Counts of where recent rows went, and what is on the device, are [blocks, experts]; for the others see `MARGIN` and
-    `MOST`.
-    """
-    found = []
-    for block, (own, here) in enumerate(zip(counts, resident, strict=True)):
-        leaving = sorted(np.flatnonzero(here), key=lambda expert: own[expert])
-        coming = sorted(np.flatnonzero(~here), key=lambda expert: -own[expert])
-        for out, into in zip(leaving, coming, strict=False):
-            if own[into] - own[out] < margin:
-                break
-            found.append((int(own[into] - own[out]), block, int(out), int(into)))
-    found.sort(key=lambda each: -each[0])
-    return [(block, out, into) for _, block, out, into in found[:most]]
-
-
-class Placement:
-    """Keeps the experts that are chosen most on the device, in each block with experts."""
-
-    def __init__(self, blocks: Mapping[int, Sequence[GpuExperts]], mixture: MixtureSpec, device: torch.device) -> None:
-        self._blocks, self._experts = blocks, mixture.experts
-        self._counts = torch.zeros((len(blocks), mixture.num_experts), dtype=torch.int32, device=device)
-        self._rows = 0
-        self._hit_rate: float | None = None
-        self.whole = all(all(layer.resident) for layers in blocks.values() for layer in layers)
-        """Whether all experts are on the device."""
-
-    @property
-    def report(self) -> ExpertPlacement:
-        layers = [layer for own in self._blocks.values() for layer in own]
-        return ExpertPlacement(
-            on_device=sum(layers[0].resident),
-            held=layers[0].count,
-            host_bytes=sum(layer.host_bytes for layer in layers),
-            hit_rate=self._hit_rate,
-        )
-
-    def counts_of(self, block: int) -> torch.Tensor | None:
-        """int32 [held], to which a block's router adds; None if all experts are on the device."""
-        return None if self.whole else self._counts[list(self._blocks).index(block)]
-
-    def after(self, rows: int) -> None:
-        """Count a step's rows, and let experts exchange their places where that is due. The step is done.
-
-        Args:
-            rows: Rows of the step.
-        """
-        if self.whole:
-            return
-        self._rows += rows
-        if self._rows < WINDOW:
-            return
-        self._rows = 0
-        counts = self._counts[:, : self._experts].cpu().numpy().astype(np.int64)
-        layers = list(self._blocks.values())
-        resident = np.array([own[0].resident[: self._experts] for own in layers])
-        # Half of the counts are of earlier windows, and of where experts were then: near enough for what is shown.
-        self._hit_rate = float(counts[resident].sum() / max(1, counts.sum()))
-        for block, leaving, coming in exchanges(counts, resident, margin=MARGIN, most=MOST):
-            for layer in layers[block]:
-                layer.exchange(leaving, coming)
-        self._counts.div_(2, rounding_mode="floor")

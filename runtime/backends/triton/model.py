@@ -17,7 +17,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
-from runtime.backends.triton.experts import GpuExperts, HostRecords, Placement, stack
+from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.recurrent import DeltaLayer, Rates, Recent
 from runtime.backends.triton.kernels.residual_gemm import Shared, Staging
 from runtime.backends.triton.kernels.rope import Basis, Rope
@@ -25,6 +25,7 @@ from runtime.backends.triton.kernels.routing import GpuRouter
 from runtime.backends.triton.kernels.select import Selection, make_selection, static_table
 from runtime.backends.triton.kernels.w4a8 import W4A8Linear, repack_w4a8
 from runtime.backends.triton.layout import GpuLinear, repack
+from runtime.backends.triton.placement import Placement
 from runtime.backends.triton.residual import (
     REMEDY,
     GpuResidual,
@@ -250,10 +251,7 @@ class GpuModel:
         if self.spec.mixture.parallel_mlp:
             weight, eps = weight * self.norms[f"{name}_norm"], self.spec.eps_of(f"{name}_norm")
         bias, correction = (self.norms.get(f"{name}_{kind}") for kind in ("bias", "correction"))
-        counts = None if self.placement is None else self.placement.counts_of(layer)
-        return GpuRouter(
-            mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, counts=counts, eps=eps
-        )
+        return GpuRouter(mixture=self.spec.mixture, weight=weight, bias=bias, correction=correction, eps=eps)
 
     def _recent(self, layer: int) -> Recent:
         assert self.cache.states is not None

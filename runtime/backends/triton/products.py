@@ -148,6 +148,8 @@ class Mixture:
         gate_up, down = (self._model.linears[f"layers.{layer}.experts.0.{kind}"] for kind in ("gate_up", "down"))
         if M > SUMMED_ROWS:
             return self._many(x, gate_up, down, chosen, buffers.routing)
+        if self._model.placement is not None:
+            self._model.placement.admit(layer, chosen.chosen)
         pairs = chosen.chosen.numel()
         inner = self.product(gate_up, x, chosen.chosen, buffers.output(pairs, gate_up.weight.shape[0]))
         out = buffers.output(M, self._spec.hidden_size)

@@ -75,9 +75,6 @@ class GpuRouter:
     weight: torch.Tensor  # float32 [scores, C]
     bias: torch.Tensor | None  # float32 [scores], added to the logits; None: there is none
     correction: torch.Tensor | None  # float32 [experts], added to the scores for the choice; None: there is none
-    counts: torch.Tensor | None = None
-    """int32 [held], to which every row's choices are added; None: nobody wants to know. Shared experts, which all rows
-    go to, are not counted."""
     eps: float | None = None
     """Epsilon of an RMSNorm of the rows, whose weight is already in `weight`; None: there is none."""
 
@@ -150,9 +147,7 @@ def _choose(logits, correction_ptr, form: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "C", "scale"])
-def _route_kernel(
-    x_ptr, weights, counts_ptr, routed, counters_ptr, M, C, scale, form: tl.constexpr, tile: tl.constexpr
-):  # fmt: skip
+def _route_kernel(x_ptr, weights, routed, counters_ptr, M, C, scale, form: tl.constexpr, tile: tl.constexpr):
     """Program (i, j): logits of block i for the rows of block j; the last of a block's rows chooses. x [M, C]."""
     S: tl.constexpr = form.EXPERTS + (1 if form.SHARED > 0 and form.GATED else 0)
     READ: tl.constexpr = form.CHOSEN + form.SHARED
@@ -178,8 +173,6 @@ def _route_kernel(
         numbers = tl.broadcast_to(offs_e, [BLOCK_M, BLOCK_E])
         tl.store(routed.chosen + place, numbers, mask=mask_m & taken)
         tl.store(routed.shares + place, shares * scale, mask=mask_m & taken)
-        if counts_ptr is not None:
-            tl.atomic_add(counts_ptr + numbers, 1, mask=mask_m & taken, sem="relaxed")
         if form.SHARED > 0:
             share = tl.full([BLOCK_M, 1], 1.0, tl.float32)
             if form.GATED:
@@ -197,6 +190,6 @@ def route(x: torch.Tensor, router: GpuRouter, routed: Routed, workspace: Workspa
     grid = (triton.cdiv(router.weight.shape[0], tile.BLOCK_S), triton.cdiv(M, tile.BLOCK_M))
     weights = RouterWeights(router.weight, router.bias, router.correction, router.eps)
     _route_kernel[grid](
-        x, weights, router.counts, routed, workspace.counters(grid[1]), M, C, router.mixture.scale, form=form,
+        x, weights, routed, workspace.counters(grid[1]), M, C, router.mixture.scale, form=form,
         tile=tile, num_warps=WARPS,
     )  # fmt: skip

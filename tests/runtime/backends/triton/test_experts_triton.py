@@ -1,19 +1,24 @@
-"""Experts: their products against float64 ones, their records in both memories, and which of them exchange places."""
+"""Experts: their products against float64 ones, their records in both memories, and which of them are on the device."""
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from models.routing import route
+from models.spec import MixtureSpec
+from runtime.backends.experts import hottest
 from runtime.backends.triton import experts as placing
-from runtime.backends.triton.experts import GpuExperts, HostRecords, exchanges, stack
+from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
 from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.experts import block_of, few, many, sum_up
 from runtime.backends.triton.layout import repack
+from runtime.backends.triton.placement import Placement
 from runtime.backends.triton.residual import ordinary
 from runtime.backends.triton.sizes import EXPERT_WORDS, linear_bytes, record_sizes
 from runtime.backends.triton.workspace import Workspace
@@ -142,7 +147,7 @@ def test_blocks_are_large_where_experts_have_many_pairs() -> None:
 def test_a_stack_holds_every_expert_s_matrix(resident: tuple[int, ...] | None, bias: bool) -> None:
     """Records begin at whole lines, and sizes are those of the plan; biases are always on the device."""
     weight = experts(3, 7, 96, 3, 32, "cpu", resident, bias=bias)
-    for number, record in enumerate(weight.records):
+    for number, record in enumerate(weight.records.values()):
         own, stored = weight.of(number), uniform(7, 96, 3, 32, "cpu", number, bias=bias)
         assert torch.equal(dequantize(own), dequantize(stored))
         assert (own.bias is None and stored.bias is None) or torch.equal(own.bias, stored.bias)
@@ -174,14 +179,18 @@ def test_products_have_the_same_bits_wherever_experts_are(rows: str, device: str
     assert torch.isfinite(wanted).all()
     for resident in ((1, 3), (0,), ()):
         assert torch.equal(product(experts(count, N, K, 4, 128, device, resident, bias=True)), wanted)
-    weight = experts(count, N, K, 4, 128, device, (1, 3), bias=True)
-    for leaving, coming, kept in ((3, 0, [0, 1]), (1, 4, [0, 4]), (0, 3, [3, 4])):
+    weight, down = (experts(count, *shape, device, (1, 3), bias=True) for shape in ((N, K, 4, 128), (40, 64, 3, 32)))
+    mixture = MixtureSpec(experts=count, chosen=each, width=1, normalized=True)
+    placed, here = Placement({7: [weight, down]}, mixture, torch.device(device)), weight.places[[1, 3]].tolist()
+    for come, kept in (([0], [0, 3]), ([2, 4], [2, 4]), ([2, 1], [1, 2]), ([0, 3, 4], [0, 3]), ([0, 1, 2], [0, 1])):
         before = (weight.nbytes, weight.host_bytes)
-        weight.exchange(leaving, coming)
-        assert [expert for expert in range(count) if weight.resident[expert]] == kept
+        placed.admit(7, torch.tensor([come], dtype=torch.int32, device=device))
         assert (weight.nbytes, weight.host_bytes) == before
+        assert [expert for expert in range(count) if weight.places[expert] in here] == kept
         assert torch.equal(product(weight), wanted)
-        assert torch.equal(dequantize(weight.of(coming)), dequantize(uniform(N, K, 4, 128, device, coming)))
+        for expert in range(count):
+            assert torch.equal(dequantize(weight.of(expert)), dequantize(uniform(N, K, 4, 128, device, expert)))
+            assert torch.equal(dequantize(down.of(expert)), dequantize(uniform(40, 64, 3, 32, device, expert)))
 
 
 def test_records_of_all_blocks_share_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,17 +227,32 @@ def test_other_operands_are_refused() -> None:
         few(torch.zeros(1, 64).half(), sums, weight, chosen, torch.zeros(1, 8), Workspace("cpu"), shares=shares)
 
 
-def test_experts_that_are_chosen_clearly_more_come_for_those_that_are_chosen_least() -> None:
-    counts = np.array([[50, 2, 10, 0], [5, 5, 5, 5], [0, 7, 90, 8]])
-    resident = np.array([[False, True, False, True], [True, True, False, False], [True, True, False, False]])
-    assert exchanges(counts, resident, margin=8, most=9) == [(2, 0, 2), (0, 3, 0), (0, 1, 2)]
-    assert exchanges(counts, resident, margin=9, most=9) == [(2, 0, 2), (0, 3, 0)]
-    assert exchanges(counts, resident, margin=1, most=2) == [(2, 0, 2), (0, 3, 0)]
-
-
-def test_an_exchange_is_not_taken_back() -> None:
-    """Counts that differ by less than the margin leave experts where they are; so does a device with all, or none."""
-    counts, resident = np.array([[40, 30]]), np.array([[False, True]])
-    assert exchanges(counts, resident, margin=8, most=9) == [(0, 1, 0)]
-    for held in (~resident, resident | True, resident & False):
-        assert exchanges(counts, held, margin=8, most=9) == []
+def test_what_was_used_longest_ago_leaves(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of a toy mixture whose stream drifts, a token and three at a time, beside a list in their order."""
+    monkeypatch.setattr("runtime.backends.triton.placement.WINDOW", 240)
+    mixture, most, rows = MixtureSpec(experts=24, chosen=3, width=1, normalized=True, shared=1, gated=False), 9, 3
+    generator = torch.Generator().manual_seed(2)
+    router, stream, chosen = torch.randn(24, 16, generator=generator), torch.zeros(16), []
+    for _ in range(240):
+        stream = 0.9 * stream + torch.randn(16, generator=generator)
+        chosen.append(route((router @ stream)[None], mixture)[0][0])
+    text, resident = torch.stack(chosen).int(), [*range(most - 1), 24]
+    weight, down = (experts(25, 4, 32, 4, 32, device, resident) for _ in range(2))
+    placed, here = Placement({0: [weight, down]}, mixture, torch.device(device)), weight.places[resident].tolist()
+    order, hits, steps = OrderedDict.fromkeys(resident), 0, [*text[:120].split(1), *text[120:].split(rows)]
+    for step in steps:
+        used = sorted(set(step.flatten().tolist()))
+        hits += sum(expert in order for expert in step[:, :3].flatten().tolist())
+        for expert in used:
+            if expert not in order and (leaving := next((one for one in order if one not in used), None)) is not None:
+                del order[leaving]
+                order[expert] = None
+        for expert in filter(order.__contains__, used):  # those used at once leave by their numbers
+            order.move_to_end(expert)
+        placed.admit(0, step.to(device))
+        placed.after(len(step))
+        assert {expert for expert in range(25) if weight.places[expert] in here} == set(order)
+    assert placed.report.hit_rate == hits / 720
+    counts = np.bincount(text[:120].flatten().numpy(), minlength=25).astype(np.int32)
+    fixed = np.isin(text[120:, :3].numpy(), hottest(counts, most, mixture)).mean()
+    assert hits / 720 > 1.5 * fixed, "a list of what the first half read most"

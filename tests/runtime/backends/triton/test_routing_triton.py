@@ -81,19 +81,6 @@ def test_a_router_may_read_rows_through_a_norm(M: int, device: str) -> None:
     torch.testing.assert_close(routed.shares.cpu(), shares, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("M", [1, 3, 19])
-def test_choices_are_counted(M: int, device: str) -> None:
-    """On top of those of earlier steps, and without those of shared experts."""
-    mixture = MIXTURES["gated"]
-    counts = torch.full((mixture.num_experts,), 7, dtype=torch.int32, device=device)
-    router, routed = replace(_router(mixture, 72, device), counts=counts), _routed(mixture, M, device)
-    x = torch.randn(M, 72, generator=torch.Generator().manual_seed(M)).half().to(device)
-    for _ in range(2):
-        route(x, router, routed, Workspace(device))
-    own = routed.chosen[:, : mixture.chosen].flatten().cpu()
-    assert torch.equal(counts.cpu(), 7 + 2 * torch.bincount(own, minlength=mixture.num_experts).int())
-
-
 def test_a_prompt_s_rows_choose_as_they_do_alone(device: str) -> None:
     """Equal ranks go to the lower number, whatever the block of rows."""
     mixture = MixtureSpec(experts=6, chosen=3, width=1, normalized=False)

@@ -14,6 +14,7 @@ from runtime.backends.triton.kernels import (
     cache,
     compensate,
     delta_chunks,
+    expert_cache,
     experts,
     gate,
     gemm,
@@ -44,7 +45,7 @@ _TYPES: Mapping[str, Types] = {
     **dict.fromkeys(("x_ptr", "embeddings_ptr", "q_ptr", "a_ptr", "b_ptr", "k_window", "v_window"), "*fp16"),
     **dict.fromkeys(("out_ptr", "sums_ptr", "left_ptr", "parts_ptr", "h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
     **dict.fromkeys(("factors_ptr", "shares_ptr", "gain_ptr", "matrices_ptr", "residual_ptr", "start_ptr"), "*fp32"),
-    **dict.fromkeys(("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "counts_ptr"), "*i32"),
+    **dict.fromkeys(("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "moves_ptr"), "*i32"),
     **dict.fromkeys(("codes_ptr", "copied_ptr", "staged_ptr", "runs_ptr"), "*i32"),
     **dict.fromkeys(("scale", "eps", "alike"), "fp32"),
     **dict.fromkeys(("k_records", "v_records"), _RECORD),
@@ -65,6 +66,8 @@ _TYPES: Mapping[str, Types] = {
     "places": experts.Places("*i64", "i32"),
     "groups": experts.Groups("*i32", "*i32"),
     "routed": routing.Routed("*i32", "*fp32", "*fp32"),
+    "cached": expert_cache.Cached("*i32", "*i32", "*i32", "*i32"),
+    **dict.fromkeys(("gate_up", "down"), expert_cache.Records("*i32", "*i64", "i32")),
 }
 """Types of arguments by their names, which are those of all kernels; of all others i32."""
 _ROTATED: Mapping[str, Types] = {"left_ptr": "*fp16"}
@@ -446,32 +449,30 @@ def _cache() -> Iterator[Specialization]:
 
 
 def _route() -> Iterator[Specialization]:
-    """Tokens and prompts, counted and not: as they are; with scores, a correction and a shared expert; with biases; of
-    the residual stream, through a norm."""
-    for name, mixture, counted, tiles in (
-        ("E128", _MIXTURE, False, "both"),
-        ("E128 normed", _BESIDE, False, "both"),
-        ("E128 counted", _MIXTURE, True, "token"),
-        ("E128 prompt counted", _MIXTURE, True, "prompt"),
-        ("E128 sigmoid", _CORRECTED, False, "both"),
-        ("E32 biased", _BIASED, False, "both"),
+    """Tokens and prompts: as they are; with scores, a correction and a shared expert; with biases; of the residual
+    stream, through a norm."""
+    for name, mixture in (
+        ("E128", _MIXTURE),
+        ("E128 normed", _BESIDE),
+        ("E128 sigmoid", _CORRECTED),
+        ("E32 biased", _BIASED),
     ):
         router = routing.GpuRouter(mixture=mixture, weight=routing.torch.empty(0), bias=None, correction=None)
         bias, correction = ("*fp32" if there else _ABSENT for there in (mixture.bias, mixture.corrected))
         eps = "fp32" if mixture.parallel_mlp else _ABSENT
         types = {"weights": routing.RouterWeights("*fp32", bias, correction, eps)}
         types["x_ptr"] = "*fp32" if mixture.parallel_mlp else "*fp16"
-        for use, tile in (("token", routing.ONE), ("prompt", routing.SEVERAL)):
-            if tiles in (use, "both"):
-                constants = {"form": router.form, "tile": tile, **({} if counted else {"counts_ptr": None})}
-                which = f"route {name}{' prompt' if (tiles, use) == ('both', 'prompt') else ''}"
-                yield _one(which, routing._route_kernel, constants, routing.WARPS, types=types)
+        for use, tile in (("", routing.ONE), (" prompt", routing.SEVERAL)):
+            constants = {"form": router.form, "tile": tile}
+            yield _one(f"route {name}{use}", routing._route_kernel, constants, routing.WARPS, types=types)
 
 
 def _experts() -> Iterator[Specialization]:
-    """Groups of 32 pairs; a few rows and prompts at 3 and 4 bits: both mixtures' `gate_up` and `down`, both sizes of
-    blocks."""
+    """Groups of 32 pairs; a cache of some; a few rows and prompts at 3 and 4 bits: both mixtures' `gate_up` and `down`,
+    both sizes of blocks."""
     for mixture in (_MIXTURE, _BIASED):
+        constants = {"BLOCK_E": mixture.experts, "BLOCK_P": expert_cache.BLOCK_P}
+        yield _one(f"admit E{mixture.experts}", expert_cache._admit_kernel, constants, 1)
         constants = {"BLOCK_E": mixture.experts, "BLOCK_M": experts.SMALL, "BLOCK_P": experts.BLOCK_P}
         yield _one(f"group E{mixture.experts}", experts._group_kernel, constants, experts.GROUP_WARPS)
     for bits in (4, 3):
@@ -480,6 +481,8 @@ def _experts() -> Iterator[Specialization]:
         yield from (_few(bits, kind, _BIASED.width, biased=True) for kind in MLP_TYPES)
         yield from (_many(bits, _BIASED.width, experts.SMALL, biased=True, shared=there) for there in (False, True))
         yield _many(bits, _BIASED.width, experts.LARGE, biased=True, shared=True)
+    constants = {"BLOCK": expert_cache.BLOCK}
+    yield _one("experts exchange", expert_cache._exchange_kernel, constants, expert_cache.WARPS)
     yield _one("experts sum", experts._sum_kernel, {"BLOCK": 512})
 
 
