@@ -101,11 +101,11 @@ class Buffers:
         """What products read of such an input, beside it or instead of it, until the next one is written.
 
         Returns:
-            The rows rotated, float16 [M, width]; or INT8 tokens [M, K]; or the sums of the pieces of few rows, float32
-            [M * each, ceil(K / 32)], where a row may have inputs of `each` expert. None: nothing.
+            The rows rotated, float16 [M * each, width], where a row may have inputs of `each` expert; or INT8 tokens
+            [M, K]; or the sums of the pieces of few rows, float32 [M * each, ceil(K / 32)]. None: nothing.
         """
         if self._trellis:
-            return self._view("rotated", M, PIECE * pieces(K))
+            return self._view("rotated", M * each, PIECE * pieces(K))
         group = self._token_group
         if group is None:
             return self._view("sums", M * each, pieces(K)) if M <= SUMMED_ROWS else None

@@ -107,7 +107,7 @@ def stack(
     """
     one = experts[0]
     if one.per_token or one.codebook is not None:
-        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes: use the CPU backend")
+        raise BackendError(f"{one.name}: the GPU takes experts of uniform codes or trellises: use the CPU backend")
     if len({(each.shape, each.bits, each.group_size, each.bias is None) for each in experts}) > 1:
         raise BackendError(
             f"{one.name}: experts of a block differ in shape, bits, groups or having a bias: use the CPU backend"
@@ -115,22 +115,21 @@ def stack(
     biases = [each.bias for each in experts if each.bias is not None]
     bias = torch.from_numpy(np.stack(biases)).to(device) if biases else None
     kept = [resident is None or expert in resident for expert in range(len(experts))]
-    sizes = record_sizes(one.shape, one.bits, one.group_size)
+    sizes = record_sizes(one.shape, one.bits, one.group_size, trellis=one.trellis)
     words = sum(kept) * sizes.words
     own = _from_a_line(torch.zeros(words + EXPERT_WORDS, dtype=torch.int32, device=device))
     records, first = [], None
     for packed, here in zip(experts, kept, strict=True):
         placed = repack(replace(packed, bias=None), device)
-        assert placed.groups is not None
         if here:
             record, own = own[: sizes.words], own[sizes.words :]
         else:
             assert host is not None
             record = host.take(sizes.words)
         matrix = _matrix(replace(placed, name=one.name), record, sizes)
-        matrix.codes.copy_(placed.codes)
-        assert matrix.groups is not None
-        matrix.groups.copy_(placed.groups)
+        for name in ("codes", "groups", "scales"):
+            if (part := getattr(placed, name)) is not None:
+                getattr(matrix, name).copy_(part)
         first = first or matrix
         records.append(record)
     assert first is not None
@@ -142,10 +141,11 @@ def stack(
 
 def _matrix(like: GpuLinear, record: torch.Tensor, sizes: RecordSizes) -> GpuLinear:
     """The matrix of a record, a view; `like` has its shape, bits and group size, and tensors of such sizes."""
+    codes, behind = record[: like.codes.numel()], record[sizes.code_words :]
+    if like.scales is not None:
+        return replace(like, codes=codes, scales=behind.view(torch.float16)[: like.shape[0]])
     assert like.groups is not None
-    G, N = like.groups.shape
-    groups = record[sizes.code_words : sizes.code_words + G * N].view(G, N)
-    return replace(like, codes=record[: like.codes.numel()], groups=groups)
+    return replace(like, codes=codes, groups=behind[: like.groups.numel()].view(like.groups.shape))
 
 
 def _from_a_line(words: torch.Tensor) -> torch.Tensor:

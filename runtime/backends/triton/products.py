@@ -38,21 +38,27 @@ Watch = Callable[[Linear, torch.Tensor, torch.Tensor, torch.Tensor | None], None
 
 def product(linear: Linear, x: Value, out: torch.Tensor, buffers: Buffers) -> None:
     """The base product: of x float16 [M, K], rotated or as INT8 tokens if the weights are, into out float32 [M, N]."""
-    weight, tensor, left = linear.weight, x.tensor, x.left
+    weight, left = linear.weight, x.left
     if isinstance(weight, W4A8Linear):
         assert isinstance(left, Tokens)
         gemm_w4a8(left, weight, out, buffers.main)
         return
     assert isinstance(weight, GpuLinear)
-    if weight.trellis and left is None:
-        left = buffers.left(*tensor.shape)
-        assert isinstance(left, torch.Tensor)
-        rotate(tensor, left)
     assert not isinstance(left, Tokens)
-    if weight.trellis:
-        assert left is not None
-        tensor, left = left, None
-    gemm(tensor, weight, out, buffers.main, sums=left)
+    gemm(_read(weight, x, buffers), weight, out, buffers.main, sums=None if weight.trellis else left)
+
+
+def _read(weight: GpuLinear, x: Value, buffers: Buffers) -> torch.Tensor:
+    """What products read of an input: of a trellis the rows rotated, here unless the kernel before did it."""
+    if not weight.trellis:
+        return x.tensor
+    left = x.left
+    if left is None:
+        left = buffers.left(*x.tensor.shape)
+        assert isinstance(left, torch.Tensor)
+        rotate(x.tensor, left)
+    assert isinstance(left, torch.Tensor)
+    return left
 
 
 def compensated_product(
@@ -162,7 +168,8 @@ class Mixture:
         assert isinstance(linear.weight, GpuExperts)
         assert isinstance(x.left, torch.Tensor)
         buffers, selection = self._buffers, self._selection(linear)
-        base = partial(few, x.tensor, x.left, linear.weight, chosen, out, buffers.main, shares=shares)
+        read = _read(linear.weight.first, x, buffers)
+        base = partial(few, read, x.left, linear.weight, chosen, out, buffers.main, shares=shares)
         if selection is None:
             base()
             return Value(out)
@@ -180,23 +187,23 @@ class Mixture:
         groups = routing.groups(M, block_m)
         group(routed.chosen, self._spec.mixture.num_experts, groups, block_m)
         out = buffers.output(pairs, gate_up.weight.shape[0])
-        self._grouped(gate_up, x.tensor, groups, out, each=each, block_m=block_m)
+        self._grouped(gate_up, x, groups, out, each=each, block_m=block_m)
         selection = self._selection(gate_up)
         if self._way == "rows" and selection is not None:
             self._compensate(gate_up, selection, x.tensor, routed.chosen, Output(out, out), buffers.main)
-        inner = self._gate(Value(out), routed).tensor
+        inner = self._gate(Value(out), routed)
         parts, mixed = buffers.output(pairs, width), routing.mixed(M)
         self._grouped(down, inner, groups, parts, each=1, block_m=block_m, shares=routed.shares)
         sum_up(parts, mixed)
         selection = self._selection(down)
         if self._way == "rows" and selection is not None:
-            self._compensate(down, selection, inner, routed.chosen, Output(mixed, mixed), buffers.main)
+            self._compensate(down, selection, inner.tensor, routed.chosen, Output(mixed, mixed), buffers.main)
         return Value(mixed)
 
     def _grouped(
         self,
         linear: Linear,
-        x: torch.Tensor,
+        x: Value,
         groups: Groups,
         out: torch.Tensor,
         *,
@@ -206,10 +213,11 @@ class Mixture:
     ) -> None:
         """Products of pairs, and those with the residuals that prompts share."""
         assert isinstance(linear.weight, GpuExperts)
-        many(x, linear.weight, groups, out, each=each, block_m=block_m, shares=shares)
+        read = _read(linear.weight.first, x, self._buffers)
+        many(read, linear.weight, groups, out, each=each, block_m=block_m, shares=shares)
         if self._way == "shared" and linear.shared is not None:
             staged = self._model.staging.take()
-            multiply_experts(x, linear.shared, staged, groups, out, each=each, block_m=block_m)
+            multiply_experts(x.tensor, linear.shared, staged, groups, out, each=each, block_m=block_m)
 
     def _gate(self, inner: Value, routed: Routed) -> Value:
         """The gate of each pair, times its share."""

@@ -161,7 +161,8 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     return replace(
         sizes,
         inputs=max(sizes.inputs, pairs * width),
-        sums=max(sizes.sums, few * read * pieces(width)),
+        rotated=max(sizes.rotated, pairs * PIECE * pieces(width)) if trellis else 0,
+        sums=0 if trellis else max(sizes.sums, few * read * pieces(width)),
         output=max(sizes.output, 2 * pairs * width, parts),
         compensation=max(sizes.compensation, 2 * concurrent * read * width),
         scratch=max(sizes.scratch, few * read * C),
@@ -223,7 +224,7 @@ def code_words(shape: tuple[int, int], bits: int, *, trellis: bool = False) -> i
 class RecordSizes:
     """32-bit words of an expert's record, both multiples of `EXPERT_WORDS`."""
 
-    code_words: int  # Of its codes, behind which its groups begin
+    code_words: int  # Of its codes, behind which its groups begin, or a trellis's scales
     words: int  # Of all of it
 
     @property
@@ -231,13 +232,18 @@ class RecordSizes:
         return 4 * self.words
 
 
-def record_sizes(shape: tuple[int, int], bits: int, group_size: int) -> RecordSizes:
-    """The record of an expert's matrix [N, K] with uniform groups."""
+def record_sizes(shape: tuple[int, int], bits: int, group_size: int, *, trellis: bool = False) -> RecordSizes:
+    """The record of an expert's matrix [N, K] with uniform groups, or of a trellis."""
     N, K = shape
-    codes, groups = (
-        -(-words // EXPERT_WORDS) * EXPERT_WORDS for words in (code_words(shape, bits), N * -(-K // group_size))
-    )
-    return RecordSizes(code_words=codes, words=codes + groups)
+    parts = code_words(shape, bits, trellis=trellis), -(-N // 2) if trellis else N * -(-K // group_size)
+    codes, behind = (-(-words // EXPERT_WORDS) * EXPERT_WORDS for words in parts)
+    return RecordSizes(code_words=codes, words=codes + behind)
+
+
+def _record_bytes(spec: ModelSpec, recipe: Recipe, name: str) -> int:
+    """Bytes of the record of an expert's matrix."""
+    shape, bits = spec.linear_shape(name), recipe.layer_bits(name)
+    return record_sizes(shape, bits, recipe.group_size, trellis=recipe.trellis).nbytes
 
 
 def half_of(group_size: int) -> int:
@@ -278,7 +284,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
         if recipe.per_token:
             own += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         elif expert_of(name) is not None and not recipe.codebook:
-            own += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
+            own += _record_bytes(spec, recipe, name) + _PLACE_BYTES
             own += 4 * shape[0] if spec.has_bias(name) else 0
         else:
             group_size = recipe.group_size if recipe.uniform else 0
@@ -295,4 +301,4 @@ def expert_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     if spec.mixture is None or recipe.codebook or recipe.per_token:
         return 0
     names = [name for name in spec.linear_names(experts=1) if expert_of(name) == 0]
-    return sum(record_sizes(spec.linear_shape(n), recipe.layer_bits(n), recipe.group_size).nbytes for n in names)
+    return sum(_record_bytes(spec, recipe, name) for name in names)

@@ -1,11 +1,15 @@
-"""Random matrices of trellises, as stored."""
+"""Random matrices of trellises, as stored, and a mixture to quantize."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
 from models import trellis
 from models.packed import PackedLinear
+from tests.models.conftest import write_tokenizer
+from tests.models.random_models import MIXTURE, SIZES, random_model
 
 
 def random_trellis(N: int, K: int, bits: int, *, seed: int, bias: bool = False) -> PackedLinear:
@@ -25,3 +29,17 @@ def random_trellis(N: int, K: int, bits: int, *, seed: int, bias: bool = False) 
         rank_maximum=None,
         mean_square=None,
     )
+
+
+def mixture(folder: Path) -> Path:
+    """A Qwen2-MoE with a shared expert that counts as two of 96 channels."""
+    sizes = {
+        **MIXTURE,
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 192,
+    }
+    random_model("Qwen2Moe", **sizes).save_pretrained(folder)
+    write_tokenizer(folder, SIZES["vocab_size"])
+    return folder

@@ -45,7 +45,7 @@ class Places(NamedTuple):
     """Where each expert's record is."""
 
     table: Any  # `GpuExperts.places`
-    groups: Any  # Runs of `EXPERT_WORDS` words from a record's codes to its groups
+    groups: Any  # Runs of `EXPERT_WORDS` words from a record's codes to its groups, or a trellis's scales
 
 
 class Choice(NamedTuple):
@@ -57,11 +57,12 @@ class Choice(NamedTuple):
 
 
 @triton.jit
-def _matrix_of(matrix, places, expert):
+def _matrix_of(matrix, places, expert, form: tl.constexpr):
     """An expert's matrix, from the first one's; addresses of the device and of page-locked memory are one space."""
     codes = matrix.codes + tl.load(places.table + expert) * _RUN
     groups = codes + places.groups * _RUN
-    return Matrix(codes, groups, matrix.book, matrix.bias, matrix.N, matrix.K, matrix.exponent)
+    book = groups.to(tl.pointer_type(tl.float16), bitcast=True) if form.KIND == "trellis" else matrix.book
+    return Matrix(codes, groups, book, matrix.bias, matrix.N, matrix.K, matrix.exponent)
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _few_kernel(
     pair, pid_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = pair // choice.each
     expert = tl.load(choice.chosen + pair)
-    own = _matrix_of(matrix, places, expert)
+    own = _matrix_of(matrix, places, expert, form)
     stride = K // 32 * 32 if form.EVEN_K else K  # the same, but visibly keeps rows aligned
     source = (pair if SUMMED else row).to(tl.int64)
     given = Operands(x_ptr + source * stride, sums_ptr + source * tl.cdiv(K, 32), own, None, None, 1)
@@ -130,7 +131,7 @@ def _many_kernel(
     count = tl.load(groups.blocks + 2 * most + pid_m)
     if count > 0:
         expert = tl.load(groups.blocks + pid_m)
-        own = _matrix_of(matrix, places, expert)
+        own = _matrix_of(matrix, places, expert, form)
         offs_m = tl.arange(0, tile.BLOCK_M)
         # Pairs beyond the end are the last one again, and are not stored.
         order = groups.order + tl.load(groups.blocks + most + pid_m)
@@ -183,8 +184,9 @@ def few(
     """Products of a few rows with their experts' matrices plus their biases, each expert's by itself or summed.
 
     Args:
-        x: float16 [M, K], contiguous; or [P, K], a row for each pair, if summed.
-        sums: float32 [M or P, ceil(K / 32)], the sums of its pieces (`runtime.backends.triton.kernels.activations`).
+        x: float16 [M, K], contiguous; or [P, K], a row for each pair, if summed. Of trellises as `rotate` writes it.
+        sums: float32 [M or P, ceil(K / 32)], the sums of its pieces (`runtime.backends.triton.kernels.activations`);
+            of trellises anything.
         weight: The matrices.
         chosen: int32 [M, each], the experts of every row, on the device: each below `weight.count`.
         out: float32 [P, N], written; or [M, N], if summed.
@@ -253,7 +255,7 @@ def _matrix_with(weight: GpuExperts, unused: torch.Tensor) -> Matrix:
 
 def _check(x: torch.Tensor, weight: GpuExperts, out: torch.Tensor, rows: tuple[int, int]) -> None:
     """Raise BackendError if operands are not contiguous float16 [rows, K] and float32 [rows, N]."""
-    N, K = weight.shape
+    N, K = weight.shape[0], weight.first.width
     wanted = (("x", x, torch.float16, (rows[0], K)), ("out", out, torch.float32, (rows[1], N)))
     for name, tensor, dtype, shape in wanted:
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():

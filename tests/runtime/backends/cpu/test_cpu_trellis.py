@@ -22,12 +22,11 @@ from runtime.backends.cpu.kernels.activation import ROTATED_ORDER
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
 from tests.guarded import aligned_zeros
-from tests.models.conftest import TEXT, write_checkpoint, write_tokenizer
-from tests.models.random_models import MIXTURE, SIZES, random_model
+from tests.models.conftest import TEXT, write_checkpoint
 from tests.runtime.backends.cpu.machine import Activations, matrix
 from tests.runtime.backends.cpu.test_cpu_kernels import product
 from tests.runtime.backends.steps import prompt_and_token
-from tests.runtime.backends.trellises import random_trellis
+from tests.runtime.backends.trellises import mixture, random_trellis
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,20 +72,6 @@ def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(machine: Callable[..
 def dense(folder: Path) -> Path:
     """A Qwen2 with biases, whose rows of 160 end in 32 channels."""
     return write_checkpoint(folder, family="qwen2", intermediate=160)
-
-
-def mixture(folder: Path) -> Path:
-    """A Qwen2-MoE with a shared expert that counts as two of 96 channels."""
-    sizes = {
-        **MIXTURE,
-        "num_hidden_layers": 2,
-        "hidden_size": 96,
-        "moe_intermediate_size": 96,
-        "shared_expert_intermediate_size": 192,
-    }
-    random_model("Qwen2Moe", **sizes).save_pretrained(folder)
-    write_tokenizer(folder, SIZES["vocab_size"])
-    return folder
 
 
 @pytest.mark.parametrize(

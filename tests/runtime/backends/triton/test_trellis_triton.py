@@ -14,17 +14,21 @@ from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions
+from runtime.backends.triton.experts import HostRecords, stack
 from runtime.backends.triton.kernels.activations import rotate
+from runtime.backends.triton.kernels.experts import few, many
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.gemv import LaunchConfig, few_rows
 from runtime.backends.triton.layout import repack
-from runtime.backends.triton.sizes import linear_bytes
+from runtime.backends.triton.residual import ordinary, page_locked
+from runtime.backends.triton.sizes import EXPERT_WORDS, linear_bytes, record_sizes
 from runtime.backends.triton.workspace import Workspace
 from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.runtime.backends.trellises import random_trellis
-from tests.runtime.backends.triton.decoding import assert_same, both, step, text
-from tests.runtime.backends.triton.operands import EXACT, activations, poisoned
+from tests.runtime.backends.trellises import mixture, random_trellis
+from tests.runtime.backends.triton.decoding import LOGITS, assert_same, both, step, text
+from tests.runtime.backends.triton.operands import EXACT, activations, choice, grouped, poisoned
+from tests.runtime.backends.triton.test_mixture_triton import NEAR
 
 ROTATED = Tolerance(spread=4e-3, why="results up to eight times their root mean square are rounded to halves, 2^-11")
 
@@ -91,24 +95,44 @@ def test_products_are_the_exact_ones(bits: int, M: int, N: int, K: int, split: i
     assert_close(out, expected(x, packed), EXACT)
 
 
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_products_of_experts_are_the_exact_ones(rows: str, device: str) -> None:
+    """On the device and in main memory; records are as large as planned."""
+    count, N, K, M, each, bits = 3, 33, 608, 4, 2, 3
+    stored = [random_trellis(N, K, bits, seed=expert, bias=True) for expert in range(count)]
+    host = HostRecords(ordinary if device == "cpu" else page_locked)
+    weight = stack(stored, torch.device(device), repack, resident=(1,), host=host)
+    assert weight.sizes == record_sizes((N, K), bits, 0, trellis=True)
+    exact = linear_bytes((N, K), bits, 0, bias=False, trellis=True)
+    assert exact <= weight.sizes.nbytes < exact + 2 * 4 * EXPERT_WORDS
+    chosen, x = choice(M, each, count, device), rotated(activations(M, K, device, 1))
+    out = poisoned(M * each, N, device=device)
+    if rows == "few":
+        few(x, x, weight, chosen, out, Workspace(device), split=2)
+    else:
+        many(x, weight, grouped(chosen, count, 32), out, each=each, block_m=32)
+    pairs = zip(x.repeat_interleave(each, 0), chosen.flatten().tolist(), strict=True)
+    assert_close(out, torch.cat([expected(row[None], stored[expert]) for row, expert in pairs]), EXACT)
+
+
 @pytest.mark.parametrize(
-    ("bits", "k_chunk", "hidden"), [pytest.param(2, 0, 256, marks=pytest.mark.slow), (3.5, 64, 64)]
+    ("bits", "k_chunk", "hidden"), [pytest.param(2, 0, 256, marks=pytest.mark.slow), (3.5, 64, 64), (3, 64, 0)]
 )
 def test_the_decoder_answers_as_the_reference_does(
     tmp_path: Path, bits: float, k_chunk: int, hidden: int, device: str
 ) -> None:
     """Prompts of few and many rows and a decoded token, with biases; compensation reads what is not rotated.
 
-    Heads of 64 channels are rotated where they are merged, of 16 behind.
+    Heads of 64 channels are rotated where they are merged, of 16 behind. 0: a mixture.
     """
-    folder = write_checkpoint(
-        tmp_path / "checkpoint", family="qwen2", hidden=hidden, intermediate=160, layers=1 if hidden > 64 else 2
-    )
+    sizes = {"hidden": hidden, "intermediate": 160, "layers": 1 if hidden > 64 else 2}
+    folder = tmp_path / "checkpoint"
+    folder = write_checkpoint(folder, family="qwen2", **sizes) if hidden else mixture(folder)
     info = quantize(folder, Store(tmp_path / "store"), Recipe(method="trellis", bits=bits), calibration=TEXT)
     options = DecoderOptions(
         context=64, max_rows=32, k_chunk=k_chunk, prompt_k_chunk=k_chunk, select="static",
     )  # fmt: skip
     ours, theirs = both(StoredModel.open_folder(info.path), options, device)
     steps = [step(text(20), 0, prefill=True), step([7, 8], 20, prefill=True), step([17], 22)]
-    assert_same(ours, theirs, steps)
+    assert_same(ours, theirs, steps, LOGITS if hidden else NEAR)
     ours.close()

@@ -481,6 +481,8 @@ def _experts() -> Iterator[Specialization]:
         yield from (_few(bits, kind, _BIASED.width, biased=True) for kind in MLP_TYPES)
         yield from (_many(bits, _BIASED.width, experts.SMALL, biased=True, shared=there) for there in (False, True))
         yield _many(bits, _BIASED.width, experts.LARGE, biased=True, shared=True)
+    yield from (_few(3, kind, K, "trellis") for kind, K in (("gate_up", 2048), ("down", 768)))
+    yield from (_many(3, 2048, block_m, "trellis") for block_m in (experts.SMALL, experts.LARGE))
     constants = {"BLOCK": expert_cache.BLOCK}
     yield _one("experts exchange", expert_cache._exchange_kernel, constants, expert_cache.WARPS)
     yield _one("experts sum", experts._sum_kernel, {"BLOCK": 512})
@@ -491,19 +493,25 @@ def _matrices(biased: bool) -> Types:
     return Matrix("*i32", "*i32", "*fp32", "*fp32" if biased else _ABSENT, "i32", "i32", "i32")
 
 
-def _few(bits: int, kind: str, K: int, *, biased: bool = False) -> Specialization:
+def _few(bits: int, kind: str, K: int, codes: str = "uniform", *, biased: bool = False) -> Specialization:
     """The product of a few rows."""
-    form, summed = _form(bits, tail=K % BLOCK // 32), kind == "down"
+    form, summed = _form(bits, codes, tail=K % BLOCK // 32), kind == "down"
     choice = experts.Choice("*i32", "i32", "*fp32" if summed else _ABSENT)
-    name = f"experts b{bits} {f'K{K} biased ' if biased else ''}{kind}"
+    name = f"experts b{bits} {_of(codes)}{f'K{K} biased ' if biased else ''}{kind}"
     constants = {"SUMMED": summed, "form": form, "tile": gemv.tile_of(1, form)}
     return _few_rows(name, experts._few_kernel, constants, 1, {"matrix": _matrices(biased), "choice": choice})
 
 
-def _many(bits: int, K: int, block_m: int, *, biased: bool = False, shared: bool = False) -> Specialization:
+def _of(codes: str) -> str:
+    return "" if codes == "uniform" else f"{codes} "
+
+
+def _many(
+    bits: int, K: int, block_m: int, codes: str = "uniform", *, biased: bool = False, shared: bool = False
+) -> Specialization:
     """The product of a prompt's rows; `shared`: biases are multiplied by shares, as those of `down` are."""
-    name = f"experts b{bits} K{K} M{block_m}{' biased' if biased else ''}{' shares' if shared else ''}"
-    constants = {"form": _form(bits, tail=K % BLOCK // 32), **({} if shared else {"shares_ptr": None})}
+    name = f"experts b{bits} {_of(codes)}K{K} M{block_m}{' biased' if biased else ''}{' shares' if shared else ''}"
+    constants = {"form": _form(bits, codes, tail=K % BLOCK // 32), **({} if shared else {"shares_ptr": None})}
     return _many_rows(name, experts._many_kernel, constants, block_m, types={"matrix": _matrices(biased)})
 
 
