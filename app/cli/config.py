@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from app.cli.output import Output
+from app.language import _
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -29,8 +30,8 @@ def config(ctx: typer.Context) -> None:
 
     settings, output = load(), Output()
     for key, rule in RULES.items():
-        value = "(set)" if rule.secret and settings.get(key) else _shown(settings.get(key))
-        output.text(f"{key:<15}{value:<12}  {rule.meaning}")
+        value = _("(set)") if rule.secret and settings.get(key) else _shown(settings.get(key))
+        output.field(f"{key:<15}{value}", f"  {rule.meaning}", 27)
 
 
 @app.command("path")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.amounts import duration, prompt_words, refinement
-from app.language import _, ngettext
+from app.amounts import byte_count, duration, prompt_words, refinement
+from app.language import _, localized, ngettext
 from app.prospects import recommended
 from app.tui.figures import SEPARATOR, percent
 from runtime.compensation import layer_kind, layer_words
-from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, PromptTuning, Prospect, Tuning
@@ -177,7 +176,7 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
     taken = _("in {time}", time=duration(tuning.seconds)) if tuning.seconds else ""
     shown = [] if tuning.refined else [_("{percent} predicted", percent=percent(predicted))]
     return [
-        (_("budget"), f"{tuning.budget_percent:g} %"),
+        (_("budget"), localized(f"{tuning.budget_percent:g} %")),
         (_("slowdown"), _joined([*shown, _("{percent} measured", percent=percent(measured))])),
         (_("tuned"), _joined([_("on {device}", device=tuning.device), taken, tuning.date[:10]])),
         (_("choice"), refinement(tuning)),

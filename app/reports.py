@@ -1,0 +1,273 @@
+"""What the runtime, the tuner, the models and the parser of the command line report, in the user's language.
+
+They report in English, to programs and logs as well. A person who has another language sees those reports in it that
+people meet most: they are recognized by their templates, since what crosses a process is a sentence. A test compares
+the templates with what is reported. Anything else stays English.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from app.language import _, english, localized
+
+REPORTS = (
+    # models that are missing, damaged or not supported
+    "there is no stored model {name}; {hint}",
+    "the store has: {names}",
+    "the store {folder} is empty",
+    "{name} is being made or removed by another process; wait until it ends",
+    (
+        "{name} is not a good model name: use letters, digits, '.', '_' and single '-', beginning and ending with "
+        "a letter or digit, as in 'name' or 'org/name'"
+    ),
+    "{folder} is not a stored model: it has no {file}",
+    "{file} is missing; {advice}",
+    "{file} is damaged (its checksum does not match); {advice}",
+    "{file} is damaged (its sha256 does not match); {advice}",
+    "{file} is damaged ({error}); {advice}",
+    "cannot read {file}: {error}",
+    "quantize the model again",
+    "{file} has format version {version}, this program reads {own}; {advice}",
+    "{folder}: there is no such folder. Name a folder with a Hugging Face checkpoint, or a GGUF file.",
+    (
+        "{file}: there is no such file. Name a folder with a Hugging Face checkpoint (config.json and "
+        "*.safetensors), or a GGUF file."
+    ),
+    "{folder} holds GGUF files ({files}). Name one of them.",
+    "{file} cannot be read ({error}).",
+    "{file} is damaged: it is not a JSON file ({error}). {advice}",
+    "{file}: ends within the tensor '{tensor}'. {advice}",
+    "Download the model again.",
+    "{folder}: {missing} of {count} shards are missing: {files}. Download the rest of the model.",
+    "{source}: the architecture is not supported ({found}).{near} Supported are {known}: {families}.",
+    (
+        "{source}: use_bidirectional_attention is set: this model makes embeddings, and its tokens see those "
+        "behind them. Take one that generates text."
+    ),
+    "there is no folder or file {source}; give a checkpoint's folder, a GGUF file, or a name on the hub",
+    "{program} has no model {name} here: `lowbit-chat list --elsewhere` lists what there is",
+    "{name} is part of the program and cannot be removed",
+    (
+        "{work} needs {packages}, which this installation leaves out: install the whole program, or do this on a "
+        "machine that has it"
+    ),
+    "making a low-bit model",
+    # making models
+    "the store has a model {name} already; replace it with --force or choose another name with --name",
+    (
+        "{name} needs {size} more on the disk of {folder}, and {free} is free; free some space and run the same "
+        "command again"
+    ),
+    "stopped; the same command continues where it stopped",
+    "{target} exists; remove it, or give another path",
+    "{name} was quantized without residuals, so none can be added; export it as it is",
+    "the export was stopped; nothing of it is kept",
+    (
+        "{checkpoint} has no tokenizer (tokenizer.json or tokenizer.model); take the tokenizer files from where "
+        "the model came from and put them beside its weights"
+    ),
+    "the {purpose} text is too short: it has {count} tokens, 2 are needed",
+    "bits must be {least}, {most} or a number between, not {bits}",
+    "group_size must be a multiple of 32{also}, not {size}",
+    "residual_bits must be one of {known}, not {bits}",
+    "{method} has no 2 bits; choose the method trellis, or 3 bits",
+    # downloads
+    "the download was stopped; the same command continues it",
+    (
+        "{what}: {error}, after {tries}. Check the network (and HTTPS_PROXY, HF_ENDPOINT if set); the same "
+        "command continues the download."
+    ),
+    "stopped; the same command begins the download again",
+    "{file}: {done} of {size}, {speed}/s, {time} left",
+    "{size} downloaded",
+    "the hub does not give {name}: asking a package index",
+    "another process is fetching {name}; waiting",
+    # loading and running
+    "the load was stopped",
+    "a context of {context} tokens is not possible with this model: choose 1 to {most}",
+    (
+        "a context of {context} tokens was requested, and the model knows positions up to {most}: choose a "
+        "context from 1 to {largest}"
+    ),
+    "{wanted} blocks on the GPU were requested, and the model has {blocks}: choose 0 to {most}",
+    "{backend} cannot run here, because {reason}; or use another backend",
+    "{backend} was requested",
+    "the CPU backend",
+    "the GPU backend",
+    "the reference backend",
+    "the GPU with the processor",
+    "no NVIDIA card was found",
+    "no driver answers for {card}",
+    "the CPU kernels use {variant}",
+    "the CPU kernels can't be built ({error})",
+    "{card} was found, and Triton's kernels run on it",
+    "plain torch runs the model, slowly",
+    "not enough memory: needs {plan}, but {free} is free now; {advice}",
+    "{size} (weights {weights}, cache {cache} for {count} tokens, buffers {buffers}, margin {margin})",
+    "{size}, residuals {residuals}",
+    "{size}; in addition {what}, mapped",
+    "residuals {size}",
+    "a context of {count} tokens fits",
+    "a context of {count} tokens fits, or {advice}",
+    "another kind of cache takes less ({shares})",
+    "another kind of cache takes less ({shares}), or {advice}",
+    "turn off compensation, whose residuals take {size}, or {advice}",
+    "use fewer bits or a smaller model, or {advice}",
+    "close other programs",
+    "close other programs ({holder})",
+    "{program} holds {size}",
+    "{size} of this container's {all}",
+    "{size} less",
+    "there is no backend {name} in this version; choose one of {names}",
+    (
+        "the prompt has {count} tokens and the context holds {context}, the answer included: shorten the "
+        "conversation, or load the model with a longer context"
+    ),
+    (
+        "not enough GPU memory ({error}): use a shorter context, fewer bits or a smaller model, or close other "
+        "programs that use the GPU"
+    ),
+    (
+        "the GPU stopped working ({error}): load the model again; if that fails, restart the program, or use the "
+        "CPU backend"
+    ),
+    "the graphics card no longer responds: {reason}",
+    "the model has been unloaded: load it again",
+    "the weights do not fit",
+    "{count} requests are waiting already: try again later",
+    "a model is being made or downloaded already: wait until that is done, or stop it",
+    "no model is loaded, so there is nothing to tune: load one first",
+    "the server is shutting down",
+    "the program was updated while it ran: start it again",
+    "only an assistant's message can be continued, and the last message is not one",
+    "the model's chat template does not accept these messages: {error}",
+    "the JSON schema cannot be enforced: {error}",
+    # serving
+    "listening on {host} lets other machines in, so it needs a token: give one with --token, or listen on 127.0.0.1",
+    "all addresses",
+    "a token must be 1 to 512 visible ASCII characters without spaces",
+    "cannot listen on port {port}: choose one from 0 to 65535",
+    "cannot listen on {host} port {port}: {error}; choose another",
+    "cannot listen on {host}: {error}",
+    # measuring and tuning
+    "the measurement was stopped",
+    "the evaluation was cancelled",
+    "the tuning was stopped. Its measurements are kept; start it again to continue",
+    "the text has {count} tokens; at least 2 are needed to score one",
+    "a slowdown budget is from 0 to {most} percent, not {budget}",
+    "a slowdown budget must be above 0 and at most 100 percent, not {budget}",
+    "a k_chunk and a budget exclude each other: leave out one of them",
+    "k_chunk is {k_chunk}; it counts channels of {all}, so give a number from 0 to {most}",
+    "{bits} bits can't be simulated; give 3, 3.5 or 4",
+    "as good as full precision, {speed} than low bits alone ({how})",
+    "within {loss} of full precision, {speed} than low bits alone ({how})",
+    "low bits alone",
+    "low bits, compensated within the budget",
+    "low bits with all residuals",
+    "no drafts",
+    "{count} tokens drafted per round, {share} accepted",
+    "{loss} slower",
+    "{loss} faster",
+    "no slower",
+    "{name}: KL {kl} nats a token, same top token {same}, perplexity {perplexity} ({grown})",
+    "{kv} cache: KL {kl}, same top token {same}",
+    "so {kv} is the default",
+    "4-bit cache: not checked with this model",
+    "on battery",
+    "the clock may reach {share} of its highest",
+    # what works less well than it could
+    "tuning failed, so {instead}: {error}",
+    "the prompts of {model} are read without error compensation",
+    "run `lowbit-chat tune-device --force`",
+    "how {card} is connected to main memory is unknown, so only measuring tells what its link can do",
+    "update the card's driver, or look with: nvidia-smi -q",
+    "{model} has the weights of its file, so there is nothing to compensate",
+    "a slowdown budget is for models that were rounded here; quantize a better source of it",
+    "{model} was stored without residuals, so there is nothing to compensate with",
+    "quantize it again with --residual-bits 4",
+    "a context of {context} tokens is too short to time decoding in",
+    "choose one of at least {least} tokens, or a fixed k_chunk",
+    "the {kv} cache, which was asked for, damages answers of {model}: {losses}",
+    "set kv to auto, or leave out --kv",
+    "{card} uses {lanes} PCIe lanes, so little can be compensated",
+    "put it into a slot with more lanes, or look at the mainboard's settings",
+    "use a shorter context, or close other programs that use the GPU",
+    # steps of work
+    "loading {model}",
+    "opening {model}",
+    "compiling {count} for this processor, once",
+    "compiling the GPU's kernels, which takes up to a minute the first time",
+    "starting the GPU's kernels",
+    "tuning {model}: {work}",
+    "finding the compensation that {budget} % more time to the first word allows; done once",
+    "timing {target} decoding of {model} with drafts and without, and what it loses",
+    "measuring what {model} loses: {way}, {kv} cache",
+    "comparing answers of {model} over the {kv} cache with exact ones",
+    "reading the answer as generated",
+    "reading it without compensation",
+    "{done} of {count} tokens",
+    "perplexity {perplexity} after {done} of about {count} tokens",
+    "reading a text without compensation",
+    "reading a text with the setting for {budget} %",
+    "decoding with the setting for {budget} % and without",
+    "timing {layers} with {count} channels per 1024 compensated",
+    "Finding the blocks that need 4 bits",
+    "Reading the checkpoint",
+    "Block {number} of {count}",
+    "The block that predicts further tokens",
+    "Converting the tokenizer",
+    "Output head and perplexity",
+    "Verifying what was written",
+    "{name} is ready",
+    "writing {target}",
+    "fetching the package {package} with pip",
+)
+"""Reports of the runtime, the tuner and the models. Numbers in them are written as the user's language has them."""
+PARSER = (
+    "Usage: {usage}", "Try '{command}' for help.", "Error: {message}", "Arguments", "Options", "Commands", "Aborted!",
+    "required", "default: {default}", "env var: {var}", "Show this message and exit.", "Missing command.",
+    "No such command {name!r}.", "{message}. Did you mean {name}?", "No such option: {name}",
+    "{message} (Possible options: {names})", "Missing argument {name}.", "Missing option {name}.",
+    "Missing argument {name}. {choices}", "Missing option {name}. {choices}", "Choose from:\n\t{choices}",
+    "Invalid value: {message}", "Invalid value for {name}: {message}", "Option {name} requires {what}", "an argument.",
+    "Option {name} does not take a value.", "Got unexpected extra argument(s) ({names})",
+    "{value} is not a valid {kind}.", "int", "float", "{value} is not in the range {range}.",
+    "{value} is not one of {choices}.", "File {path} does not exist.", "Path {path} does not exist.",
+)  # fmt: skip
+"""What typer says itself."""
+SYSTEM = (
+    "No such file or directory", "Permission denied", "Is a directory", "Not a directory", "File exists",
+    "No space left on device", "Read-only file system", "Address already in use", "Connection refused",
+)  # fmt: skip
+"""Errors of the operating system, which Python has in English."""
+
+_PLACE = re.compile(r"\{(\w+)(?:!r)?\}")
+_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})*(\.\d+)?( ?(%|[kMG]?B))?|-?\d+(\.\d+)?( ?(%|[kMG]?B))?")
+
+
+def reported(message: str, otherwise: str | None = None) -> str:
+    """A report in the user's language.
+
+    Args:
+        message: The report, in English.
+        otherwise: What to return for an unknown one in another language than English; None: the report itself.
+    """
+    if english():
+        return message
+    for form, template in _forms():
+        if (found := form.fullmatch(message)) is not None:
+            values = {key: localized(text) if _NUMBER.fullmatch(text) else reported(text)
+                      for key, text in found.groupdict().items()}  # fmt: skip
+            return _(template, **values)
+    if "; " in message:
+        return "; ".join(map(reported, message.split("; ")))
+    return message if otherwise is None else otherwise
+
+
+@cache
+def _forms() -> list[tuple[re.Pattern[str], str]]:
+    """Patterns of the templates, from the longest on: one that says more comes before one that says less."""
+    templates = sorted((*REPORTS, *PARSER, *SYSTEM), key=lambda one: -len(_PLACE.sub("", one)))
+    return [(re.compile("(.+?)".join(map(re.escape, _PLACE.split(one)[::2])), re.DOTALL), one) for one in templates]
