@@ -161,6 +161,7 @@ REPORTS = (
     "a k_chunk and a budget exclude each other: leave out one of them",
     "k_chunk is {k_chunk}; it counts channels of {all}, so give a number from 0 to {most}",
     "{bits} bits can't be simulated; give 3, 3.5 or 4",
+    "{layer} of block {number}",
     "as good as full precision, {speed} than low bits alone ({how})",
     "within {loss} of full precision, {speed} than low bits alone ({how})",
     "low bits alone",
@@ -196,10 +197,14 @@ REPORTS = (
     "use a shorter context, or close other programs that use the GPU",
     # steps of work
     "loading {model}",
+    "loading {model}: {plan}",
     "opening {model}",
     "compiling {count} for this processor, once",
     "compiling the GPU's kernels, which takes up to a minute the first time",
     "starting the GPU's kernels",
+    "{count} kernels",
+    "tuning {model} for {device}: finding the compensation that {budget} slowdown allows; done once",
+    "refining {budget} for {model}",
     "tuning {model}: {work}",
     "finding the compensation that {budget} % more time to the first word allows; done once",
     "timing {target} decoding of {model} with drafts and without, and what it loses",
@@ -229,7 +234,7 @@ PARSER = (
     "Usage: {usage}", "Try '{command}' for help.", "Error: {message}", "Arguments", "Options", "Commands", "Aborted!",
     "required", "default: {default}", "env var: {var}", "Show this message and exit.", "Missing command.",
     "No such command {name!r}.", "{message}. Did you mean {name}?", "No such option: {name}",
-    "{message} (Possible options: {names})", "Missing argument {name}.", "Missing option {name}.",
+    "No such option: {name} (Possible options: {names})", "Missing argument {name}.", "Missing option {name}.",
     "Missing argument {name}. {choices}", "Missing option {name}. {choices}", "Choose from:\n\t{choices}",
     "Invalid value: {message}", "Invalid value for {name}: {message}", "Option {name} requires {what}", "an argument.",
     "Option {name} does not take a value.", "Got unexpected extra argument(s) ({names})",
@@ -262,12 +267,21 @@ def reported(message: str, otherwise: str | None = None) -> str:
                       for key, text in found.groupdict().items()}  # fmt: skip
             return _(template, **values)
     if "; " in message:
-        return "; ".join(map(reported, message.split("; ")))
+        return _("; ").join(map(reported, message.split("; ")))
     return message if otherwise is None else otherwise
 
 
 @cache
 def _forms() -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of the templates, from the longest on: one that says more comes before one that says less."""
-    templates = sorted((*REPORTS, *PARSER, *SYSTEM), key=lambda one: -len(_PLACE.sub("", one)))
-    return [(re.compile("(.+?)".join(map(re.escape, _PLACE.split(one)[::2])), re.DOTALL), one) for one in templates]
+    """Patterns of the templates: first by how much is certain at the beginning, then by how much at all."""
+
+    def certain(template: str) -> tuple[int, int]:
+        return -len(_PLACE.split(template)[0]), -len(_PLACE.sub("", template))
+
+    templates = sorted((*REPORTS, *PARSER, *SYSTEM), key=certain)
+    return [(re.compile(_pattern(one), re.DOTALL), one) for one in templates]
+
+
+def _pattern(template: str) -> str:
+    parts = _PLACE.split(template)  # by turns text, and the name of a place
+    return "".join(f"(?P<{part}>.+?)" if at % 2 else re.escape(part) for at, part in enumerate(parts))

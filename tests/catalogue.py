@@ -20,6 +20,7 @@ from typer.main import get_command
 from app.cli.main import app
 from app.cli.parser import helps
 from app.language import DOMAIN, FOLDER
+from app.presets import BUNDLED
 from app.reports import PARSER, REPORTS, SYSTEM
 from app.settings import RULES
 from models.recipe import GOOD_FOR
@@ -37,6 +38,7 @@ TABLES = {
     "app/reports.py": (*REPORTS, *PARSER, *SYSTEM),
     "app/cli/main.py": tuple(dict.fromkeys(told.help for told in helps(get_command(app)))),
     "app/cli/output.py": ("matrices",),
+    "app/presets.py": (*BUNDLED, *BUNDLED.values()),
     "app/language.py": ("1,234.5",),
     "app/cli/doctor.py": ("home", "model", "cache"),
     "app/settings.py": (

@@ -147,87 +147,79 @@ def bench(
             }
         )
         return
-
-    def line(name: str, value: str) -> None:
-        output.field(name, value, 14)
-
     output.text(_("{model} on {device} ({backend})", model=stored.name, device=device, backend=decoder.backend))
-    if power is not None:
-        line(_("power"), reported(power))
-    line(
-        _("first token"),
-        _("{time:.0f} ms after {count} prompt tokens", time=1000 * speed.ttft_s, count=speed.prompt_tokens),
+    first = _("{time:.0f} ms after {count} prompt tokens", time=1000 * speed.ttft_s, count=speed.prompt_tokens)
+    decoded = _(
+        "{speed:.1f} tokens/s (median of {count} steps)", speed=speed.decode_tokens_per_s, count=speed.decode_tokens
     )
-    line(_("prefill"), _("{speed:.0f} tokens/s", speed=speed.prefill_tokens_per_s))
-    line(
-        _("decode"),
-        _(
-            "{speed:.1f} tokens/s (median of {count} steps)",
-            speed=speed.decode_tokens_per_s,
-            count=speed.decode_tokens,
-        ),
+    read = _(
+        "{size} per token, {share:.0f} % of the {limit:.1f} GB/s that this device reads",
+        size=byte_count(speed.bytes_per_token),
+        share=speed.percent_of_limit(limit),
+        limit=limit,
     )
-    line(
-        _("memory read"),
-        _(
-            "{size} per token, {share:.0f} % of the {limit:.1f} GB/s that this device reads",
-            size=byte_count(speed.bytes_per_token),
-            share=speed.percent_of_limit(limit),
-            limit=limit,
-        ),
-    )
-    line(
-        _("peak memory"),
-        _("{size}, {cache} of cache per token", size=byte_count(peak), cache=byte_count(speed.kv_bytes_per_token)),
-    )
+    held = _("{size}, {cache} of cache per token", size=byte_count(peak), cache=byte_count(speed.kv_bytes_per_token))
+    rows = [
+        *([] if power is None else [(_("power"), reported(power))]),
+        (_("first token"), first),
+        (_("prefill"), _("{speed:.0f} tokens/s", speed=speed.prefill_tokens_per_s)),
+        (_("decode"), decoded),
+        (_("memory read"), read),
+        (_("peak memory"), held),
+    ]
     for speed_at in speeds_at:
-        line(
-            _("at {count:,}", count=speed_at.tokens),
-            _(
-                "{speed:.1f} tokens/s, {size} read per token, {cache} of cache (filled with copies of pages, without "
-                "a prompt)",
-                speed=speed_at.decode_tokens_per_s,
-                size=byte_count(speed_at.bytes_per_token),
-                cache=byte_count(speed_at.kv_bytes),
-            ),
+        told = _(
+            "{speed:.1f} tokens/s, {size} read per token, {cache} of cache (filled with copies of pages, "
+            "without a prompt)",
+            speed=speed_at.decode_tokens_per_s,
+            size=byte_count(speed_at.bytes_per_token),
+            cache=byte_count(speed_at.kv_bytes),
         )
+        rows += [(_("at {count:,}", count=speed_at.tokens), told)]
     if compensation is not None:
-        chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in compensation["k_chunk"].items())
-        line(
-            _("compensation"),
-            _(
-                "{slower:.1f} % slower than without; k_chunk: {chosen}",
-                slower=compensation["slowdown_percent"],
-                chosen=chosen,
-            ),
+        chosen = ", ".join(f"{reported(layer_words(kind))} {count}" for kind, count in compensation["k_chunk"].items())
+        rows.append(
+            (
+                _("compensation"),
+                _(
+                    "{slower:.1f} % slower than without; k_chunk: {chosen}",
+                    slower=compensation["slowdown_percent"],
+                    chosen=chosen,
+                ),
+            )
         )
     if prompts is not None:
         slower, tokens = prompts["prompt_slowdown_percent"], prompts["prompt_slowdown_tokens"]
-        line(
-            _("prompts"),
-            _(
-                "{slower:.1f} % slower than without compensation, over {count} tokens; k_chunk {k_chunk}",
-                slower=slower,
-                count=tokens,
-                k_chunk=prompts["prompt_k_chunk"],
-            ),
+        rows.append(
+            (
+                _("prompts"),
+                _(
+                    "{slower:.1f} % slower than without compensation, over {count} tokens; k_chunk {k_chunk}",
+                    slower=slower,
+                    count=tokens,
+                    k_chunk=prompts["prompt_k_chunk"],
+                ),
+            )
         )
     if speculated is not None:
         edge = speculated["break_even"]
         pays = _("it never pays") if edge is None else _("it pays from {share:.0f} % accepted on", share=100 * edge)
-        line(
-            _("speculation"),
-            _(
-                "{speed:.1f} tokens/s, {plain:.1f} without, of the same text; {share:.0f} % of drafts accepted "
-                "({pays}), {tokens:.1f} tokens per verify, gamma {gamma}",
-                speed=speculated["tokens_per_s"],
-                plain=speculated["plain_tokens_per_s"],
-                share=100 * speculated["acceptance_rate"],
-                pays=pays,
-                tokens=speculated["tokens_per_verify"],
-                gamma=speculated["gamma"],
-            ),
+        rows.append(
+            (
+                _("speculation"),
+                _(
+                    "{speed:.1f} tokens/s, {plain:.1f} without, of the same text; {share:.0f} % of drafts accepted "
+                    "({pays}), {tokens:.1f} tokens per verify, gamma {gamma}",
+                    speed=speculated["tokens_per_s"],
+                    plain=speculated["plain_tokens_per_s"],
+                    share=100 * speculated["acceptance_rate"],
+                    pays=pays,
+                    tokens=speculated["tokens_per_verify"],
+                    gamma=speculated["gamma"],
+                ),
+            )
         )
+    output.fields(rows, 14)
 
 
 def _device(decoder: Decoder, services: Services) -> tuple[str, float]:

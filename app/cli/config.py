@@ -29,9 +29,11 @@ def config(ctx: typer.Context) -> None:
     from app.settings import RULES, load
 
     settings, output = load(), Output()
+    rows = []
     for key, rule in RULES.items():
         value = _("(set)") if rule.secret and settings.get(key) else _shown(settings.get(key))
-        output.field(f"{key:<15}{value}", f"  {rule.meaning}", 27)
+        rows.append((f"{key:<19}{value}", f"  {rule.meaning}"))
+    output.fields(rows, 31)
 
 
 @app.command("path")

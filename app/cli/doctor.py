@@ -16,7 +16,6 @@ from app.cli import options
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
 from app.language import _
-from app.printable import cells
 from app.reports import reported
 from runtime.errors import Problem
 
@@ -68,7 +67,7 @@ def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
     ]
     behind = list(presences)[: list(presences).index(first)]
     skipped = [reason for reason, name in lacking.items() if name in behind]
-    reason = "; ".join(map(reported, [*skipped, presences[first].reason]))
+    reason = reported("; ".join([*skipped, presences[first].reason]))
     if first != "shared" and (both := presences.get("shared")) is not None and both.usable:
         reason = _(
             "{reason}; {backend} runs what does not fit the card",
@@ -295,9 +294,7 @@ def doctor(
     lines = [*_lines(replace(machine, gpus=gpus), report, services), (_("versions"), named)]
     for problem in problems:
         lines += [(_("problem"), problem.what), (f"    {_('fix')}", problem.fix)]
-    width = max(10, *(cells(name) + 2 for name, _value in lines))
-    for name, value in lines:
-        output.field(name, value, width)
+    output.fields(lines, 10)
     if not problems:
         output.text(_("no problems found"))
 
@@ -423,7 +420,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         )
         return {**report, "reason": reason}
     found = tuning_of(profile, budget, cached=True)
-    chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in found.k_chunk.items())
+    chosen = ", ".join(f"{reported(layer_words(kind))} {count}" for kind, count in found.k_chunk.items())
     measured = found.measured_slowdown_percent
     return {
         **report,

@@ -162,14 +162,12 @@ def show(
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
-    entry["certificate"] = "\n".join(map(reported, own.words.splitlines())).replace("\n", "\n" + " " * 20)
+    entry["certificate"] = "\n".join(map(reported, own.words.splitlines()))
     if (asked := load().kv) is not None and asked != entry["cache"]:
         entry["cache"] = _("{usual} by default, {asked} by your settings", usual=entry["cache"], asked=asked)
         if own.harms(asked):
             entry["cache"] = _("{cache}, which damages answers", cache=entry["cache"])
-    for key, value in entry.items():
-        if value is not None:
-            output.field(_LABELS[key], _shown(key, value), 20)
+    output.fields([(_LABELS[key], _shown(key, value)) for key, value in entry.items() if value is not None], 20)
 
 
 def verify(

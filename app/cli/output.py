@@ -204,9 +204,12 @@ class Output:
         """Write a line of the answer."""
         print(line)
 
-    def field(self, name: str, value: str, width: int) -> None:
-        """Write a line of a list of properties, whose values begin at column `width`."""
-        self.text(f"{name}{' ' * (width - cells(name))}{value}")
+    def fields(self, rows: Sequence[tuple[str, str]], width: int) -> None:
+        """Write a list of names and values, which begin in column `width` if the names leave room for that."""
+        width = max([width, *(cells(name) + 1 for name, _value in rows)])
+        for name, value in rows:
+            indented = value.replace("\n", "\n" + " " * width)
+            self.text(f"{name}{' ' * (width - cells(name))}{indented}")
 
     def stream(self, piece: str) -> None:
         """Write a piece of the answer at once, without a line break."""

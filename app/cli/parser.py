@@ -19,6 +19,7 @@ from app.reports import reported
 
 _SHOWN_BY_PARSER = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """The base of the parser's errors. Where it is defined differs between versions of typer."""
+_ERROR = re.compile(r"^(?=Error: )", re.MULTILINE)
 _CLOSING = "，。；：、！？）」》,.;:!?)"
 """What no line begins with."""
 
@@ -36,14 +37,15 @@ def in_users_language(group: Any, main: Callable[..., Any], *args: Any, **kwargs
     for told in helps(group):
         told.help = _(told.help)
         told.short_help = re.split(r"\.\s|\.$|。", told.help)[0]
-    typer.Context.formatter_class = _formatter()
+    group.context_class.formatter_class = _formatter(group.context_class.formatter_class)
     try:
         code = main(*args, **{**kwargs, "standalone_mode": False})
     except _SHOWN_BY_PARSER as error:
         shown: Any = error
         written = io.StringIO()
         shown.show(written)
-        print(*map(reported, written.getvalue().splitlines()), sep="\n", file=sys.stderr)
+        usage, *wrong = _ERROR.split(written.getvalue(), maxsplit=1)
+        print(*map(reported, [*usage.splitlines(), *map(str.rstrip, wrong)]), sep="\n", file=sys.stderr)
         code = shown.exit_code
     except typer.Abort:
         print(_("Aborted!"), file=sys.stderr)
@@ -59,9 +61,8 @@ def helps(command: Any) -> Iterator[Any]:
         yield from helps(below)
 
 
-def _formatter() -> type[Any]:
-    """A formatter of help that counts cells."""
-    known: Any = typer.Context.formatter_class
+def _formatter(known: Any) -> type[Any]:
+    """A formatter of help that counts cells, made from the parser's own."""
 
     class Formatter(known):  # type: ignore[misc]
         def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:

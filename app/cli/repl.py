@@ -192,8 +192,7 @@ class Repl:
             (_("tools"), " ".join(talk.tools) or _("none")),
             *((name, _value(sampling.get(name))) for name in SETTINGS),
         ]
-        for name, value in rows:
-            self._output.field(name, value, 20)
+        self._output.fields(rows, 20)
 
     def _attach(self, rest: str) -> None:
         if self._talk.raw:
@@ -238,8 +237,7 @@ class Repl:
     def _help(self, _rest: str) -> None:
         for one in known():
             self._output.text(one.line)
-        for key, told in KEYS:
-            self._output.field(key, told, 19)
+        self._output.fields(KEYS, 19)
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""

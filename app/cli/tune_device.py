@@ -331,7 +331,7 @@ def _show(result: _Result, output: Output) -> None:
         kind = layer_kind(key)
         extra = [str(found.n_tb[kind])] if blocks else []
         share = localized(f"{100 * (_between(curves[kind].points, k_chunk) - 1):.1f} %")
-        rows.append([layer_words(key), str(layers[kind].n), str(layers[kind].k), str(k_chunk), *extra, share])
+        rows.append([reported(layer_words(key)), str(layers[kind].n), str(layers[kind].k), str(k_chunk), *extra, share])
     output.table(rows)
     output.text()
     size = shutil.get_terminal_size()

@@ -56,7 +56,7 @@ def compensated(k_chunk: Mapping[str, int] | int | None) -> bool:
 
 def percent(value: float) -> str:
     """A percentage: `4.2 %`; below 0.05 % it is `0 %`."""
-    text = f"{value:.1f}".removesuffix(".0")
+    text = format(value, ".1f").removesuffix(".0")
     return localized(f"{'0' if text == '-0' else text} %")
 
 

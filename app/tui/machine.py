@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.amounts import byte_count, duration, prompt_words, refinement
 from app.language import _, localized, ngettext
 from app.prospects import recommended
+from app.reports import reported
 from app.tui.figures import SEPARATOR, percent
 from runtime.compensation import layer_kind, layer_words
 
@@ -190,7 +191,7 @@ def layer_rows(tuning: Tuning) -> list[list[str]]:
     rows = [[_("layer"), "n_tb", "k_chunk"] if blocks else [_("layer"), "k_chunk"]]
     for kind, k_chunk in tuning.k_chunk.items():
         n_tb = [str(tuning.n_tb.get(layer_kind(kind), "–"))] if blocks else []
-        rows.append([layer_words(kind), *n_tb, str(k_chunk)])
+        rows.append([reported(layer_words(kind)), *n_tb, str(k_chunk)])
     return rows
 
 
