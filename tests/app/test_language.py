@@ -177,6 +177,8 @@ print(number(1234.5, ",.1f"), byte_count(4.93e9), _("{slower:.1f} % slower than 
 for report in REPORTED:
     print(reported(report))
 print(reported("a: b.", "-"))
+hostile = "(weights , cache  for  tokens, buffers , margin " * 500
+print(reported(hostile) == hostile)
 """
 REPORTED = (
     "loading demo: 1.2 GB (weights 1.0 GB, residuals 2.5 MB, cache 3 MB for 1,024 tokens, buffers 1 MB, margin 9 MB)",
@@ -193,7 +195,7 @@ REPORTED = (
 @pytest.mark.parametrize(
     ("language", "said"),
     [
-        ("en", ("1,234.5|4.9 GB|2.2 % slower than without; k_chunk: 1.5|7", *REPORTED, "a: b.")),
+        ("en", ("1,234.5|4.9 GB|2.2 % slower than without; k_chunk: 1.5|7", *REPORTED, "a: b.", "True")),
         (
             "de",
             (
@@ -210,6 +212,7 @@ REPORTED = (
                 "keine NVIDIA-Karte gefunden; die CPU-Kernel nutzen avx2",
                 REPORTED[-1],
                 "-",
+                "True",
             ),
         ),
     ],
