@@ -117,6 +117,7 @@ REPORTS = (
     ),
     "the certificate of {host} is not trusted ({error}): check the clock, or set SSL_CERT_FILE.",
     "asking for {name}",
+    "asking {host} for {name}",
     "{what}: {error}; trying again {when}",
     "in {delay} s",
     "no connection to {host}",
