@@ -116,6 +116,7 @@ for line in {lines!r}:
                 "Fehler: Die Option '--format' fehlt. Zur Wahl:\n\tgguf,",
                 "Fehler: Den Befehl 'lst' gibt es nicht. Gemeint ist vielleicht 'list', 'ls'?\n2",
                 "Aufruf: lowbit-chat chats [OPTIONS]",
+                "\n  Die Chats der Oberfläche auflisten, durchsuchen, exportieren und importieren;\n  ohne",
                 "\n  -h, --help  Diese Hilfe anzeigen.\n\nBefehle:\n",
                 "\nPerplexität nachher  2,37 (+2,4 %)\n",
                 "lowbit-chat: /none lässt sich nicht lesen: Datei oder Ordner nicht gefunden\n1",
@@ -170,13 +171,14 @@ def test_the_process_that_reads_documents_speaks_it(tmp_path: Path) -> None:
 
 SAID = """
 from app.amounts import byte_count
+from app.cli.output import in_one_line
 from app.language import _, number
 from app.reports import reported
 print(number(1234.5, ",.1f"), byte_count(4.93e9), _("{slower:.1f} % slower than without; k_chunk: {chosen}",
       slower=2.25, chosen="1.5"), number(7), sep="|")
 for report in REPORTED:
     print(reported(report))
-print(reported("a: b.", "-"))
+print(reported("a: b.", "-"), in_one_line(FileNotFoundError(2, "No such file or directory", "x")), sep="|")
 hostile = "(weights , cache  for  tokens, buffers , margin " * 500
 print(reported(hostile) == hostile)
 """
@@ -195,7 +197,15 @@ REPORTED = (
 @pytest.mark.parametrize(
     ("language", "said"),
     [
-        ("en", ("1,234.5|4.9 GB|2.2 % slower than without; k_chunk: 1.5|7", *REPORTED, "a: b.", "True")),
+        (
+            "en",
+            (
+                "1,234.5|4.9 GB|2.2 % slower than without; k_chunk: 1.5|7",
+                *REPORTED,
+                "a: b.|x: No such file or directory",
+                "True",
+            ),
+        ),
         (
             "de",
             (
@@ -211,7 +221,7 @@ REPORTED = (
                 "/x/manifest.json ist beschädigt (die Prüfsumme stimmt nicht); das Modell neu quantisieren",
                 "keine NVIDIA-Karte gefunden; die CPU-Kernel nutzen avx2",
                 REPORTED[-1],
-                "-",
+                "-|x: Datei oder Ordner nicht gefunden",
                 "True",
             ),
         ),
