@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gettext import NullTranslations
+    from string import Formatter
 
 DOMAIN = "lowbit_chat"
 FOLDER = Path(__file__).parent / "locale"
@@ -49,7 +51,8 @@ def _catalogue() -> NullTranslations | None:
     if languages:
         from gettext import translation
 
-        return translation(DOMAIN, FOLDER, languages, fallback=True)
+        with suppress(OSError):  # there is none
+            return translation(DOMAIN, FOLDER, languages)
     return None
 
 
@@ -117,6 +120,11 @@ def _signs() -> dict[int, str]:
 def _filled(text: str, values: Mapping[str, object]) -> str:
     if not values or english():
         return text.format(**values) if values else text
+    return _formatter().vformat(text, (), values)
+
+
+@cache
+def _formatter() -> Formatter:
     from string import Formatter
 
     class Localized(Formatter):
@@ -124,4 +132,4 @@ def _filled(text: str, values: Mapping[str, object]) -> str:
             written = format(value, format_spec)
             return localized(written) if isinstance(value, (int, float)) else written
 
-    return Localized().vformat(text, (), values)
+    return Localized()

@@ -226,7 +226,7 @@ REPORTS = (
     "{loss} slower",
     "{loss} faster",
     "no slower",
-    "{name}: KL {kl} nats a token, same top token {same}, perplexity {perplexity} ({grown})",
+    "{way}: KL {kl} nats a token, same top token {same}, perplexity {perplexity} ({grown})",
     "{kv} cache: KL {kl}, same top token {same}",
     "so {kv} is the default",
     "4-bit cache: not checked with this model",
@@ -281,7 +281,7 @@ REPORTS = (
     "Converting the tokenizer",
     "Output head and perplexity",
     "Verifying what was written",
-    "{name} is ready",
+    "{model} is ready",
     "writing {target}",
     "fetching the package {package} with pip",
 )
@@ -304,6 +304,9 @@ SYSTEM = (
 )  # fmt: skip
 """Errors of the operating system, which Python has in English."""
 
+_WORDS = {"budget", "count", "delay", "done", "kv", "layer", "model", "number", "size", "target"}
+"""Places for one word, or a number with its unit: what is longer belongs to another report."""
+_WORD = r"\S+?(?: (?:%|[kMG]?B))?"
 _PLACE = r"\{(\w+)(?:!r)?\}"
 _NUMBER = r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?( ?(%|[kMG]?B))?"
 
@@ -341,6 +344,9 @@ def _forms() -> list[tuple[re.Pattern[str], str]]:
 def _pattern(template: str) -> str:
     """A place ends where the text behind it first occurs, once and for all: a long message costs no more than that."""
     first, *parts = re.split(_PLACE, template)  # by turns a text, and the name of a place
-    places = [(name, re.escape(text)) for name, text in zip(parts[::2], parts[1::2], strict=True)]
-    ended = "".join(f"(?>(?P<{name}>.*?){text})" for name, text in places[:-1])
-    return re.escape(first) + ended + "".join(f"(?P<{name}>.*){text}" for name, text in places[-1:])
+    places = [
+        (f"(?P<{name}>{_WORD if name in _WORDS else '.*?'})", re.escape(text))
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    ended = "".join(f"(?>{place}{text})" for place, text in places[:-1])
+    return re.escape(first) + ended + "".join(place + text for place, text in places[-1:])

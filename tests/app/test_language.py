@@ -190,7 +190,7 @@ REPORTED = (
     ),
     "/x/manifest.json is damaged (its checksum does not match); quantize the model again",
     "no NVIDIA card was found; the CPU kernels use avx2",
-    "something that nobody translated",
+    "loading demo took so long that nobody translated it",
 )
 
 
