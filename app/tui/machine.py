@@ -92,8 +92,8 @@ def machine_lines(report: DeviceReport) -> Lines:
             _("{speed:.1f} GB/s read, measured", speed=bandwidth_gb_s) if bandwidth_gb_s else _("not measured yet"),
         )
     )
-    lines.append((_("power"), str(machine.get("power") or "")))
-    lines.append((_("runs on"), _joined([machine.get("backend"), machine.get("reason")])))
+    lines.append((_("power"), reported(str(machine.get("power") or ""))))
+    lines.append((_("runs on"), _joined([machine.get("backend"), reported(machine.get("reason") or "")])))
     lines.append(
         (
             _("blocks"),
