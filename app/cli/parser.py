@@ -50,7 +50,7 @@ def in_users_language(group: Any, main: Callable[..., Any], *args: Any, **kwargs
     except typer.Abort:
         print(_("Aborted!"), file=sys.stderr)
         code = 1
-    sys.exit(code)
+    sys.exit(code or 0)
 
 
 def helps(command: Any) -> Iterator[Any]:

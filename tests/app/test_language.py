@@ -140,12 +140,9 @@ def test_the_command_line_speaks_it(language: str, said: tuple[str, ...]) -> Non
 
 
 def test_what_programs_read_is_english() -> None:
-    lines = ["show demo --json", "doctor --json", "rm demo --json"]
-    english = _said("en", COMMANDS.format(lines=lines)).splitlines()
-    german = _said("de", COMMANDS.format(lines=lines)).splitlines()
-    assert german[0] == english[0]
-    assert json.loads(german[2])["reason"] == json.loads(english[2])["reason"]
-    assert german[-2:] == english[-2:]
+    said = _said("de", COMMANDS.format(lines=["doctor --json", "rm demo --json"])).splitlines()
+    assert "the CPU kernels use" in json.loads(said[0])["reason"]
+    assert said[1:] == ["0", "lowbit-chat: the bundled model can't be removed: it is part of the program", "1"]
 
 
 READER = """
