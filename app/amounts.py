@@ -1,11 +1,12 @@
-"""Human-readable losses and durations, and estimates of the time left in a step of a job."""
+"""Human-readable sizes, losses and durations, and estimates of the time left in a step of a job."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING
 
-from app.language import _
+from app.language import _, localized, number
+from runtime import errors
 
 if TYPE_CHECKING:
     from runtime.wire.device import PromptTuning, Tuning
@@ -79,9 +80,14 @@ def perplexity(before: float | None, after: float | None) -> str:
     if after is None:
         return ""
     if before is None:
-        return f"{after:.2f}"
+        return number(after, ".2f")
     loss = 100 * (after / before - 1)
-    return f"{after:.2f} ({loss:+.{int(abs(loss) < 9.95)}f} %)"
+    return localized(f"{after:.2f} ({loss:+.{int(abs(loss) < 9.95)}f} %)")
+
+
+def byte_count(count: float) -> str:
+    """A size in decimal units: `812 MB`, `4.9 GB`."""
+    return localized(errors.byte_count(count))
 
 
 def refinement(tuning: Tuning) -> str:

@@ -11,41 +11,41 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app import paths
-from app.language import _
+from app.language import _, in_all_languages
 from app.settings import SettingsError
 
 MAX_NAME = 40
 """Maximum length of a name in characters."""
 BUNDLED: Mapping[str, str] = {
-    _("Brief"): _(
+    "Brief": (
         "Answer in as few words as the question allows. No introduction, no summary, no advice nobody asked for."
     ),
-    _("Coder"): _(
+    "Coder": (
         "You are an experienced programmer. Give working code first, in a fenced block with its language, then at "
         "most three sentences on what is not obvious. Say so when you are not sure that something exists."
     ),
-    _("Editor"): _(
+    "Editor": (
         "Correct spelling, grammar and style of the text that is sent, keep its meaning, tone and language, and "
         "answer with the corrected text alone."
     ),
-    _("Explainer"): _(
+    "Explainer": (
         "Explain step by step to somebody who is new to the subject. Use one everyday example, name each term "
         "before you use it, and end with one question that checks whether it was understood."
     ),
-    _("Reviewer"): _(
+    "Reviewer": (
         "Review the change or text that is sent. List what is wrong or risky, the most serious first, each "
         "with its place and a fix. Do not praise. If nothing is wrong, say that in one sentence."
     ),
-    _("Summary"): _(
+    "Summary": (
         "Summarize the text that is sent in at most five points, in its own language, with names and numbers as "
         "they stand there. Add nothing."
     ),
-    _("Translator"): _(
+    "Translator": (
         "Translate the text that is sent into English, or into the language that is named, keep its tone and "
         "its formatting, and answer with the translation alone."
     ),
 }
-"""The built-in presets."""
+"""The built-in presets, in English."""
 
 
 def name_problem(name: str) -> str | None:
@@ -58,7 +58,7 @@ def name_problem(name: str) -> str | None:
 
 
 def load(file: Path | None = None) -> dict[str, str]:
-    """The presets by name, sorted.
+    """The presets by name, sorted. Built-in ones that nobody has changed are in the user's language.
 
     Args:
         file: the file, by default `paths.presets_file()`. If it doesn't exist, the built-in presets are returned.
@@ -86,7 +86,18 @@ def load(file: Path | None = None) -> dict[str, str]:
                     name=name,
                 )
             )
-    return dict(sorted(found.items(), key=lambda one: one[0].casefold()))
+    bundled = _bundled()
+    today = [pair if (told := bundled.get(pair, pair))[0] in found else told for pair in found.items()]
+    return dict(sorted(today, key=lambda one: one[0].casefold()))
+
+
+def _bundled() -> dict[tuple[str, str], tuple[str, str]]:
+    """The built-in presets in the user's language, by what they are in any."""
+    return {
+        pair: (_(name), _(text))
+        for name, text in BUNDLED.items()
+        for pair in zip(in_all_languages(name), in_all_languages(text), strict=True)
+    }
 
 
 def save(presets: Mapping[str, str], file: Path | None = None) -> None:

@@ -55,6 +55,15 @@ def without_middle(text: str, width: int) -> str:
     return f"{set_cell_size(text, width - 1 - tail)}…{end}"
 
 
+def cells(text: str) -> int:
+    """The width of a text on a terminal."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
 def harmless(text: str) -> str:
     """Laid-out text without the characters that `printable` replaces; its width in cells stays the same."""
     return text if text.isprintable() else text.translate(_GONE)

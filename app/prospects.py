@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app import paths
-from app.amounts import duration
+from app.amounts import byte_count, duration
 from app.language import _
-from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import Prospect

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.errors import ClientError, ConnectionLostError, ProtocolError, answer_error
 from app.language import _
+from app.reports import reported
 from runtime.system.foreign import read_json
 from runtime.wire.answers import STATUS_OF_CODE, Timings
 from runtime.wire.codec import WireError, from_json
@@ -131,7 +132,7 @@ def _error(status: int, body: Mapping[str, Any]) -> ClientError:
     message, param, code = told.get("message"), told.get("param"), told.get("code")
     return answer_error(
         status,
-        message[:MAX_MESSAGE]
+        reported(message[:MAX_MESSAGE])
         if isinstance(message, str) and message
         else _("the runtime answered with status {status}", status=status),
         param=param[:MAX_MESSAGE] if isinstance(param, str) else None,

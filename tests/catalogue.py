@@ -10,15 +10,21 @@ import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
+from typer.main import get_command
 
+from app.cli.main import app
+from app.cli.parser import helps
 from app.language import DOMAIN, FOLDER
+from app.presets import BUNDLED
+from app.reports import PARSER, REPORTS, SYSTEM
 from app.settings import RULES
 from models.recipe import GOOD_FOR
-from runtime.wire.answers import BASE, CONTINUES
+from runtime.wire.answers import BASE, CONTINUES, State
 from tests.architecture import ROOT
 
 LANGUAGES = ("de", "zh_CN")
@@ -28,7 +34,13 @@ COUNTS = {"_": 1, "ngettext": 2}
 """The functions that look texts up, with how many they take."""
 TABLES = {
     "models/recipe.py": tuple(GOOD_FOR.values()),
-    "runtime/wire/answers.py": (BASE, CONTINUES),
+    "runtime/wire/answers.py": (BASE, CONTINUES, *get_args(State)),
+    "app/reports.py": (*REPORTS, *PARSER, *SYSTEM),
+    "app/cli/main.py": tuple(dict.fromkeys(told.help for told in helps(get_command(app)))),
+    "app/cli/output.py": ("matrices",),
+    "app/presets.py": (*BUNDLED, *BUNDLED.values()),
+    "app/language.py": ("1,234.5",),
+    "app/cli/doctor.py": ("home", "model", "cache"),
     "app/settings.py": (
         *(key.replace("_", " ") for key in RULES if key != "k_chunk"),
         *dict.fromkeys(choice for key, rule in RULES.items() if key != "kv" for choice in rule.choices),
@@ -56,8 +68,7 @@ def template() -> Catalog:
     found = Catalog(domain=DOMAIN, charset="utf-8", fuzzy=False)
     for path in sources():
         for message in texts(path):
-            flags = ("python-brace-format",) if "{" in str(message) else ()
-            found.add(message, locations=[(str(path.relative_to(ROOT)), 0)], flags=flags)
+            found.add(message, locations=[(str(path.relative_to(ROOT)), 0)])
     for file, tabled in TABLES.items():
         for text in tabled:
             found.add(text, locations=[(file, 0)])
@@ -80,14 +91,15 @@ def updated(language: str) -> Catalog:
         if message.id:
             known = before.get(message.id)
             same = known is not None and known.pluralizable == message.pluralizable
-            after.add(message.id, known.string if same else None, locations=message.locations, flags=message.flags)
+            kept = after.add(message.id, known.string if same else None, locations=message.locations)
+            kept.flags.clear()
     return after
 
 
 def text_of(catalogue: Catalog) -> bytes:
-    """A catalogue as a `.po` file, by file and text, without dates and lines, which would differ each time."""
+    """A catalogue as a `.po` file, by source file: without dates and places, which change though no text does."""
     written = io.BytesIO()
-    write_po(written, catalogue, width=120, sort_by_file=True, include_lineno=False, omit_header=True)
+    write_po(written, catalogue, width=0, no_location=True, sort_by_file=True, omit_header=True)
     head = {"Language": catalogue.locale_identifier, "Content-Type": "text/plain; charset=utf-8"}
     lines = [f'"{name}: {value}\\n"' for name, value in (*head.items(), ("Plural-Forms", catalogue.plural_forms))]
     return "\n".join(['msgid ""', 'msgstr ""', *lines, "", ""]).encode() + written.getvalue()

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.load import load_model, load_options
 from app.cli.model import open_model
 from app.cli.output import Interrupt, Output
 from app.cli.services import DEMO, Services, services_of
+from app.language import _, ngettext
+from app.reports import reported
 from runtime.compensation import Compensation, layer_words
-from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
@@ -72,7 +74,8 @@ def bench(
     options.check_speculation(speculation, gamma, kv)
     if speculation and kv is not None and not KINDS[kv].has_draft:
         raise typer.BadParameter(
-            f"drafts of the model are measured, and need the {SPECULATIVE_KV} cache, not {kv}", param_hint="--speculate"
+            _("drafts of the model are measured, and need the {wanted} cache, not {kv}", wanted=SPECULATIVE_KV, kv=kv),
+            param_hint="--speculate",
         )
     asked = options.compensation(budget, k_chunk) or Compensation(k_chunk=0)
     output, services = Output(as_json=as_json), services_of(ctx)
@@ -144,40 +147,79 @@ def bench(
             }
         )
         return
-    output.text(f"{stored.name} on {device} ({decoder.backend})")
-    if power is not None:
-        output.text(f"power         {power}")
-    output.text(f"first token   {1000 * speed.ttft_s:.0f} ms after {speed.prompt_tokens} prompt tokens")
-    output.text(f"prefill       {speed.prefill_tokens_per_s:.0f} tokens/s")
-    output.text(f"decode        {speed.decode_tokens_per_s:.1f} tokens/s (median of {speed.decode_tokens} steps)")
-    output.text(
-        f"memory read   {byte_count(speed.bytes_per_token)} per token, {speed.percent_of_limit(limit):.0f} % of the "
-        f"{limit:.1f} GB/s that this device reads"
+    output.text(_("{model} on {device} ({backend})", model=stored.name, device=device, backend=decoder.backend))
+    first = _("{time:.0f} ms after {count} prompt tokens", time=1000 * speed.ttft_s, count=speed.prompt_tokens)
+    decoded = _(
+        "{speed:.1f} tokens/s (median of {count} steps)", speed=speed.decode_tokens_per_s, count=speed.decode_tokens
     )
-    output.text(f"peak memory   {byte_count(peak)}, {byte_count(speed.kv_bytes_per_token)} of cache per token")
+    read = _(
+        "{size} per token, {share:.0f} % of the {limit:.1f} GB/s that this device reads",
+        size=byte_count(speed.bytes_per_token),
+        share=speed.percent_of_limit(limit),
+        limit=limit,
+    )
+    held = _("{size}, {cache} of cache per token", size=byte_count(peak), cache=byte_count(speed.kv_bytes_per_token))
+    rows = [
+        *([] if power is None else [(_("power"), reported(power))]),
+        (_("first token"), first),
+        (_("prefill"), _("{speed:.0f} tokens/s", speed=speed.prefill_tokens_per_s)),
+        (_("decode"), decoded),
+        (_("memory read"), read),
+        (_("peak memory"), held),
+    ]
     for speed_at in speeds_at:
-        output.text(
-            f"at {speed_at.tokens:<11,}{speed_at.decode_tokens_per_s:.1f} tokens/s, "
-            f"{byte_count(speed_at.bytes_per_token)} read per token, {byte_count(speed_at.kv_bytes)} of cache "
-            "(filled with copies of pages, without a prompt)"
+        told = _(
+            "{speed:.1f} tokens/s, {size} read per token, {cache} of cache (filled with copies of pages, "
+            "without a prompt)",
+            speed=speed_at.decode_tokens_per_s,
+            size=byte_count(speed_at.bytes_per_token),
+            cache=byte_count(speed_at.kv_bytes),
         )
+        rows += [(_("at {count:,}", count=speed_at.tokens), told)]
     if compensation is not None:
-        chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in compensation["k_chunk"].items())
-        output.text(f"compensation  {compensation['slowdown_percent']:.1f} % slower than without; k_chunk: {chosen}")
+        chosen = ", ".join(f"{reported(layer_words(kind))} {count}" for kind, count in compensation["k_chunk"].items())
+        rows.append(
+            (
+                _("compensation"),
+                _(
+                    "{slower:.1f} % slower than without; k_chunk: {chosen}",
+                    slower=compensation["slowdown_percent"],
+                    chosen=chosen,
+                ),
+            )
+        )
     if prompts is not None:
         slower, tokens = prompts["prompt_slowdown_percent"], prompts["prompt_slowdown_tokens"]
-        output.text(
-            f"prompts       {slower:.1f} % slower than without compensation, over {tokens} tokens; "
-            f"k_chunk {prompts['prompt_k_chunk']}"
+        rows.append(
+            (
+                _("prompts"),
+                _(
+                    "{slower:.1f} % slower than without compensation, over {count} tokens; k_chunk {k_chunk}",
+                    slower=slower,
+                    count=tokens,
+                    k_chunk=prompts["prompt_k_chunk"],
+                ),
+            )
         )
     if speculated is not None:
         edge = speculated["break_even"]
-        pays = "it never pays" if edge is None else f"it pays from {100 * edge:.0f} % accepted on"
-        output.text(
-            f"speculation   {speculated['tokens_per_s']:.1f} tokens/s, {speculated['plain_tokens_per_s']:.1f} without, "
-            f"of the same text; {100 * speculated['acceptance_rate']:.0f} % of drafts accepted ({pays}), "
-            f"{speculated['tokens_per_verify']:.1f} tokens per verify, gamma {speculated['gamma']}"
+        pays = _("it never pays") if edge is None else _("it pays from {share:.0f} % accepted on", share=100 * edge)
+        rows.append(
+            (
+                _("speculation"),
+                _(
+                    "{speed:.1f} tokens/s, {plain:.1f} without, of the same text; {share:.0f} % of drafts accepted "
+                    "({pays}), {tokens:.1f} tokens per verify, gamma {gamma}",
+                    speed=speculated["tokens_per_s"],
+                    plain=speculated["plain_tokens_per_s"],
+                    share=100 * speculated["acceptance_rate"],
+                    pays=pays,
+                    tokens=speculated["tokens_per_verify"],
+                    gamma=speculated["gamma"],
+                ),
+            )
         )
+    output.fields(rows, 14)
 
 
 def _device(decoder: Decoder, services: Services) -> tuple[str, float]:
@@ -191,12 +233,12 @@ def _device(decoder: Decoder, services: Services) -> tuple[str, float]:
         gb_s, card = used.memory_gb_s(), used.probe().gpu
         if gb_s is None or card is None:
             cpu = services.machine().cpu
-            names.append(f"{cpu.name}, {cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}")
+            names.append(f"{cpu.name}, {ngettext('{count} core', '{count} cores', cpu.usable_cores)}")
             gb_s = services.bandwidth(fresh=True).gb_s
         else:
             names.append(card.name)
         seconds += part.weight_bytes / gb_s
-    return " and ".join(names), decoder.weight_bytes / seconds
+    return _(" and ").join(names), decoder.weight_bytes / seconds
 
 
 def _speculation(

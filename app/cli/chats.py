@@ -12,6 +12,7 @@ import typer
 
 from app.cli import options
 from app.cli.output import CliError, Output, write_output
+from app.language import _, ngettext
 
 if TYPE_CHECKING:
     from app.history.store import History
@@ -44,7 +45,7 @@ def list_chats(as_json: options.Json = False) -> None:
     if as_json:
         output.result({"chats": [about(chat) for chat in listed]})
         return
-    rows = [("ID", "LAST", "MODEL", "TITLE")]
+    rows = [("ID", _("LAST"), _("MODEL"), _("TITLE"))]
     rows += [
         (chat.id[:SHORT], f"{chat.updated:%Y-%m-%d %H:%M}", chat.model or "-", f"{'* ' * chat.pinned}{chat.title}")
         for chat in listed
@@ -67,7 +68,9 @@ def search(
         entries = [{**about(one.chat), "message": one.message, "snippet": one.snippet} for one in matches]
         output.result({"found": entries})
         return
-    output.table([("ID", "TITLE", "FOUND"), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in matches)])
+    output.table(
+        [("ID", _("TITLE"), _("FOUND")), *((one.chat.id[:SHORT], one.chat.title, one.snippet) for one in matches)]
+    )
 
 
 @app.command("export")
@@ -87,7 +90,7 @@ def export(
 
     with _history() as history:
         if history is None:
-            raise CliError(f"there is no chat {chat}: no chats are saved yet")
+            raise CliError(_("there is no chat {chat}: no chats are saved yet", chat=chat))
         kept = history.find(chat)
         messages = history.messages(kept.id)
     if form == "json" or as_json:
@@ -98,7 +101,7 @@ def export(
         Output().stream(content)
     else:
         write_output(out, content.encode("utf-8"))
-        Output().note(f"{kept.title} written to {out}")
+        Output().note(_("{title} written to {file}", title=kept.title, file=out))
 
 
 @app.command("import")
@@ -121,8 +124,10 @@ def import_chats(
     if as_json:
         output.result({"imported": len(new), "skipped": len(brought) - len(new)})
         return
-    skipped = f"; {len(brought) - len(new)} were there already or empty" if len(new) < len(brought) else ""
-    output.note(f"{len(new)} {'chat' if len(new) == 1 else 'chats'} imported{skipped}")
+    told = ngettext("{count} chat imported", "{count} chats imported", len(new))
+    if skipped := len(brought) - len(new):
+        told = _("{imported}; {count} were there already or empty", imported=told, count=skipped)
+    output.note(told)
 
 
 @contextmanager

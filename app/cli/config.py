@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from app.cli.output import Output
+from app.language import _
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -28,9 +29,11 @@ def config(ctx: typer.Context) -> None:
     from app.settings import RULES, load
 
     settings, output = load(), Output()
+    rows = []
     for key, rule in RULES.items():
-        value = "(set)" if rule.secret and settings.get(key) else _shown(settings.get(key))
-        output.text(f"{key:<15}{value:<12}  {rule.meaning}")
+        value = _("(set)") if rule.secret and settings.get(key) else _shown(settings.get(key))
+        rows.append((f"{key:<19}{value}", f"  {rule.meaning}"))
+    output.fields(rows, 31)
 
 
 @app.command("path")

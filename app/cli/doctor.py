@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.amounts import prompt_words, refinement
+from app.amounts import byte_count, prompt_words, refinement
 from app.cli import options
 from app.cli.output import Output
 from app.cli.services import DEMO, Services, services_of
-from runtime.errors import Problem, byte_count
+from app.language import _
+from app.reports import reported
+from runtime.errors import Problem
 
 if TYPE_CHECKING:
     from models.store import Store, StoredModel
@@ -56,15 +58,22 @@ def choose(presences: Mapping[str, Presence]) -> tuple[Choice, list[Problem]]:
         if not presence.usable:
             lacking.setdefault(presence.reason, name)
     problems = [
-        Problem(what=f"{backend(name).label} is not used: {reason}", fix=fix)
+        Problem(
+            what=_("{backend} is not used: {reason}", backend=reported(backend(name).label), reason=reported(reason)),
+            fix=reported(fix),
+        )
         for reason, name in lacking.items()
         if (fix := presences[name].fix) is not None
     ]
     behind = list(presences)[: list(presences).index(first)]
     skipped = [reason for reason, name in lacking.items() if name in behind]
-    reason = "; ".join([*skipped, presences[first].reason])
+    reason = reported("; ".join([*skipped, presences[first].reason]))
     if first != "shared" and (both := presences.get("shared")) is not None and both.usable:
-        reason += f"; {backend('shared').label} runs what does not fit the card"
+        reason = _(
+            "{reason}; {backend} runs what does not fit the card",
+            reason=reason,
+            backend=reported(backend("shared").label),
+        )
     return Choice(backend=first, reason=reason, variant=presences["cpu"].variant), problems
 
 
@@ -88,7 +97,10 @@ def check_packages(installed: dict[str, str | None]) -> list[Problem]:
 
     needed = [name for name in installed if name not in LEFT_OUT]
     return [
-        Problem(what=f"the package {name} is not installed", fix="reinstall the program with its dependencies")
+        Problem(
+            what=_("the package {name} is not installed", name=name),
+            fix=_("reinstall the program with its dependencies"),
+        )
         for name in needed
         if installed[name] is None
     ]
@@ -104,8 +116,14 @@ def check_memory(machine: Machine) -> list[Problem]:
     holder = largest_process()
     return [
         Problem(
-            what=f"only {byte_count(memory.available_bytes)} of {byte_count(memory.total_bytes)} memory is free",
-            fix=f"close other programs{f' ({holder})' if holder else ''}, or give the container more",
+            what=_(
+                "only {free} of {total} memory is free",
+                free=byte_count(memory.available_bytes),
+                total=byte_count(memory.total_bytes),
+            ),
+            fix=_("close other programs ({holder}), or give the container more", holder=reported(holder))
+            if holder
+            else _("close other programs, or give the container more"),
         )
     ]
 
@@ -114,7 +132,8 @@ def check_link(used: Presence) -> list[Problem]:
     """Whether the link of the card in use is fast enough for compensation, or unknown."""
     from runtime.load.prospects import link_problems
 
-    return link_problems(used.gpu)
+    found = link_problems(used.gpu)
+    return [replace(problem, what=reported(problem.what), fix=reported(problem.fix)) for problem in found]
 
 
 def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
@@ -123,17 +142,17 @@ def check_folders(folders: dict[str, Path]) -> Iterator[Problem]:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
             yield Problem(
-                what=f"the {role} folder {folder} can't be written",
-                fix=f"change the permissions of {existing}, or set LOWBIT_CHAT_HOME to another folder",
+                what=_("the {role} folder {folder} can't be written", role=_(role), folder=folder),
+                fix=_("change the permissions of {folder}, or set LOWBIT_CHAT_HOME to another folder", folder=existing),
             )
         elif (free := shutil.disk_usage(existing).free) < _MIN_DISK and role == "model":
             yield Problem(
-                what=f"only {byte_count(free)} of disk is free for models in {folder}",
-                fix="remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk",
+                what=_("only {size} of disk is free for models in {folder}", size=byte_count(free), folder=folder),
+                fix=_("remove models (lowbit-chat rm NAME), or set LOWBIT_CHAT_HOME to a larger disk"),
             )
         if os.name == "posix" and role != "cache" and folder.is_dir() and folder.stat().st_mode & 0o077:
             yield Problem(
-                what=f"other users of this machine can read the {role} folder {folder}",
+                what=_("other users of this machine can read the {role} folder {folder}", role=_(role), folder=folder),
                 fix=f"chmod 700 {folder}",
             )
 
@@ -146,7 +165,11 @@ def check_settings() -> list[Problem]:
     try:
         load()
     except SettingsError as error:
-        return [Problem(what=str(error), fix=f"correct {settings_file()} or the variable that the message names")]
+        return [
+            Problem(
+                what=str(error), fix=_("correct {file} or the variable that the message names", file=settings_file())
+            )
+        ]
     return []
 
 
@@ -157,16 +180,23 @@ def check_store(store: Store) -> Iterator[Problem]:
     try:
         infos, damaged = store.list(), store.damaged()
     except ModelError as error:
-        yield Problem(what=str(error), fix="change the folder's permissions, or set LOWBIT_CHAT_HOME to another one")
+        yield Problem(
+            what=reported(str(error)),
+            fix=_("change the folder's permissions, or set LOWBIT_CHAT_HOME to another one"),
+        )
         return
     for entry in damaged:
-        yield Problem(what=f"{entry.folder} is damaged: {entry.reason}", fix=f"delete it from {store.root}")
+        yield Problem(
+            what=_("{name} is damaged: {reason}", name=entry.folder, reason=reported(entry.reason)),
+            fix=_("delete it from {folder}", folder=store.root),
+        )
     for info in infos:
         try:
             store.open(info.name)
         except ModelError as error:
             yield Problem(
-                what=f"{info.name} is damaged: {error}", fix=f"lowbit-chat rm {info.name}, and quantize it again"
+                what=_("{name} is damaged: {reason}", name=info.name, reason=reported(str(error))),
+                fix=_("lowbit-chat rm {name}, and quantize it again", name=info.name),
             )
 
 
@@ -178,8 +208,8 @@ def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
     record = read_lock(lock)
     if lock.exists() and (record is None or not is_alive(record)):
         yield Problem(
-            what=f"a runtime process that has ended left behind {lock}",
-            fix="start the program once, or delete the file",
+            what=_("a runtime process that has ended left behind {file}", file=lock),
+            fix=_("start the program once, or delete the file"),
         )
     work = store.root / ".work"
     for folder in sorted(work.iterdir()) if work.is_dir() else []:
@@ -187,8 +217,8 @@ def check_remains(store: Store, lock_home: Path) -> Iterator[Problem]:
         if held >= _LARGE_REMAINS:
             name = folder.name.replace("--", "/", 1)
             yield Problem(
-                what=f"an unfinished {name} takes {byte_count(held)}",
-                fix=f"quantize it again to finish it, or lowbit-chat rm {name}",
+                what=_("an unfinished {name} takes {size}", name=name, size=byte_count(held)),
+                fix=_("quantize it again to finish it, or lowbit-chat rm {name}", name=name),
             )
 
 
@@ -199,14 +229,14 @@ def check_hub() -> list[Problem]:
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return [Problem(what="HF_HUB_OFFLINE forbids the hub", fix="unset HF_HUB_OFFLINE to download models")]
+        return [Problem(what=_("HF_HUB_OFFLINE forbids the hub"), fix=_("unset HF_HUB_OFFLINE to download models"))]
     try:
         httpx.head(f"{endpoint}/api/models", timeout=_HUB_PATIENCE_S, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return [
             Problem(
-                what=f"{without_login(endpoint)} does not answer: {error}",
-                fix="check the network, HTTPS_PROXY and HF_ENDPOINT; models that are here already run without it",
+                what=_("{host} does not answer: {error}", host=without_login(endpoint), error=error),
+                fix=_("check the network, HTTPS_PROXY and HF_ENDPOINT; models that are here already run without it"),
             )
         ]
     return []
@@ -260,14 +290,13 @@ def doctor(
     if as_json:
         output.result(report)
         return
-    for line in _lines(replace(machine, gpus=gpus), report, services):
-        output.text(line)
-    output.text("versions  " + ", ".join(f"{name} {version or 'missing'}" for name, version in installed.items()))
+    named = ", ".join(f"{name} {version or _('missing')}" for name, version in installed.items())
+    lines = [*_lines(replace(machine, gpus=gpus), report, services), (_("versions"), named)]
     for problem in problems:
-        output.text(f"problem   {problem.what}")
-        output.text(f"    fix   {problem.fix}")
+        lines += [(_("problem"), problem.what), (f"    {_('fix')}", problem.fix)]
+    output.fields(lines, 10)
     if not problems:
-        output.text("no problems found")
+        output.text(_("no problems found"))
 
 
 def _chosen_first(gpus: tuple[GpuInfo, ...], presences: Mapping[str, Presence]) -> tuple[GpuInfo, ...]:
@@ -283,31 +312,47 @@ def _link(gpus: Sequence[GpuInfo], services: Services) -> dict[str, Any] | None:
     return {**asdict(gpus[0].pcie), "measured_gb_s": services.link_gb_s()}
 
 
-def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list[str]:
+def _lines(machine: Machine, report: dict[str, Any], services: Services) -> list[tuple[str, str]]:
     cpu, memory = machine.cpu, machine.memory
     speed = report["memory"]["read_gb_s"]
-    cores = f"{cpu.usable_cores} of {cpu.physical_cores} cores"
-    free = f"{byte_count(memory.available_bytes)} of {byte_count(memory.total_bytes)}"
     lines = [
-        f"cpu       {cpu.name}, {cores}, kernels for {report['cpu']['kernels']}",
-        f"memory    {free} free, read at {speed:.1f} GB/s",
+        (
+            "cpu",
+            _(
+                "{name}, {usable} of {physical} cores, kernels for {kernels}",
+                name=cpu.name,
+                usable=cpu.usable_cores,
+                physical=cpu.physical_cores,
+                kernels=report["cpu"]["kernels"],
+            ),
+        ),
+        (
+            _("memory"),
+            _(
+                "{free} of {total} free, read at {speed:.1f} GB/s",
+                free=byte_count(memory.available_bytes),
+                total=byte_count(memory.total_bytes),
+                speed=speed,
+            ),
+        ),
     ]
     for gpu in machine.gpus:
         room = f", {byte_count(gpu.memory_total_bytes)}" if gpu.memory_total_bytes is not None else ""
-        pcie = f", PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}, {gpu.pcie.gb_s:.1f} GB/s at most" if gpu.pcie else ""
-        lines.append(f"gpu       {gpu.name}{room}{pcie}")
+        lines.append(("gpu", gpu.name + room))
+        if gpu.pcie is not None:
+            link = f"{gpu.name}{room}, PCIe {gpu.pcie.generation} x{gpu.pcie.lanes}"
+            lines[-1] = ("gpu", _("{link}, {speed:.1f} GB/s at most", link=link, speed=gpu.pcie.gb_s))
     measured = report["pcie"] and report["pcie"]["measured_gb_s"]
     if measured:
-        lines.append(f"link      the card reads main memory at {measured:.1f} GB/s, measured")
+        lines.append((_("link"), _("the card reads main memory at {speed:.1f} GB/s, measured", speed=measured)))
     if not machine.gpus:
-        lines.append("gpu       none")
-    lines.append(f"backend   {report['backend']}: {report['reason']}")
+        lines.append(("gpu", _("none")))
+    lines.append((_("backend"), f"{report['backend']}: {report['reason']}"))
     if report["tuning"] is not None:
-        lines.append(f"tuning    {report['tuning']['model']}: {report['tuning']['reason']}")
-        lines.append(f"prompts   {report['tuning']['model']}: {report['tuning']['prompts']}")
-        if report["tuning"]["offer"] is not None:
-            lines.append(f"offer     {report['tuning']['model']}: {report['tuning']['offer']}")
-    lines.append(f"models    {services.store().root}")
+        names = {"reason": _("tuning"), "prompts": _("prompts"), "offer": _("offer")}
+        told = {name: report["tuning"][key] for key, name in names.items()}
+        lines += [(name, f"{report['tuning']['model']}: {text}") for name, text in told.items() if text is not None]
+    lines.append((_("models"), str(services.store().root)))
     return lines
 
 
@@ -347,7 +392,7 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         "k_chunk": None,
         "measured_slowdown_percent": None,
         "reason": "",
-        "prompts": "prompts are not compensated",
+        "prompts": _("prompts are not compensated"),
         "offer": None,
     }
     runner = backend(backend_name)
@@ -357,30 +402,38 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
     if problem is None and compensation.prompt_percent:
         report["prompts"] = _prompts(services, runner, model, compensation.prompt_percent)
     if budget is None:
-        return {**report, "reason": f"k_chunk is fixed at {compensation.k_chunk} by the settings"}
+        return {**report, "reason": _("k_chunk is fixed at {k_chunk} by the settings", k_chunk=compensation.k_chunk)}
     if not budget:
-        return {**report, "reason": "the slowdown budget is 0, so nothing is compensated"}
+        return {**report, "reason": _("the slowdown budget is 0, so nothing is compensated")}
     if problem is not None:
-        return {**report, "reason": problem.what}
+        return {**report, "reason": reported(problem.what)}
     try:
         device = runner.device(DecoderOptions())
     except BackendError as error:
-        return {**report, "reason": str(error)}
+        return {**report, "reason": reported(str(error))}
     profile = services.profiles().find(profile_key(device, backend_name, model))
     if budget not in profile.tuned:
-        reason = (
-            f"not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}"
+        reason = _(
+            "not tuned yet for {budget:g} % slowdown; the first use tunes it, or run: lowbit-chat tune-device {name}",
+            budget=budget,
+            name=name,
         )
         return {**report, "reason": reason}
     found = tuning_of(profile, budget, cached=True)
-    chosen = ", ".join(f"{layer_words(kind)} {count}" for kind, count in found.k_chunk.items())
+    chosen = ", ".join(f"{reported(layer_words(kind))} {count}" for kind, count in found.k_chunk.items())
     measured = found.measured_slowdown_percent
     return {
         **report,
         "k_chunk": dict(found.k_chunk),
         "measured_slowdown_percent": measured,
-        "reason": f"k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {profile.date[:10]}; "
-        f"{refinement(found)}",
+        "reason": _(
+            "k_chunk {chosen}; {measured:.1f} % slower, {budget:g} % allowed, measured on {date}; {refinement}",
+            chosen=chosen,
+            measured=measured,
+            budget=budget,
+            date=profile.date[:10],
+            refinement=refinement(found),
+        ),
     }
 
 
@@ -394,11 +447,12 @@ def _prompts(services: Services, runner: AnyBackend, model: StoredModel, budget_
     try:
         device = runner.device(DecoderOptions())
     except BackendError as error:
-        return str(error)
+        return reported(str(error))
     profile = known_prompts(services.profiles().find(profile_key(device, runner.name, model)), budget_percent)
     if profile is None:
-        return (
-            f"prompts are not tuned yet for {budget_percent:g} % more time to the first word; the first use tunes them"
+        return _(
+            "prompts are not tuned yet for {budget:g} % more time to the first word; the first use tunes them",
+            budget=budget_percent,
         )
     return prompt_words(prompt_tuning_of(profile, cached=True))
 
@@ -412,4 +466,4 @@ def _offer(services: Services, runner: AnyBackend, model: StoredModel, budget_pe
         found = known(runner.name, model, budget_percent=budget_percent, profiles=services.profiles())
     except BackendError:
         return None
-    return None if found is None else found.words(found.chosen)
+    return None if found is None else reported(found.words(found.chosen))

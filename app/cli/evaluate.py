@@ -15,6 +15,7 @@ from app.cli.model import find_checkpoint, open_model
 from app.cli.models import read_text
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import Services, services_of
+from app.language import _
 from models.errors import check_needed
 from runtime.compensation import k_chunk_by_type
 
@@ -72,11 +73,11 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
-        raise typer.BadParameter("the stride can't exceed the window", param_hint="--stride")
+        raise typer.BadParameter(_("the stride can't exceed the window"), param_hint="--stride")
     compensation = options.compensation(budget, k_chunk)
     if full_precision and any(choice is not None for choice in (compensation, prompt_budget, select, kv, backend)):
         raise typer.BadParameter(
-            "--full-precision has no --k-chunk, --budget, --prompt-budget, --select, --kv or --backend"
+            _("--full-precision has no --k-chunk, --budget, --prompt-budget, --select, --kv or --backend")
         )
     output, services = Output(as_json=as_json), services_of(ctx)
     content = read_text(text)
@@ -108,8 +109,15 @@ def evaluate(
             }
         )
         return
-    recall = "" if result.recall is None else f", recall {100 * result.recall:.0f} %"
-    output.text(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens in {result.seconds:.1f} s{recall}")
+    told = _(
+        "perplexity {perplexity:.4f} over {count} tokens in {seconds:.1f} s",
+        perplexity=result.perplexity,
+        count=result.tokens,
+        seconds=result.seconds,
+    )
+    if result.recall is not None:
+        told += f", {_('recall {share:.0f} %', share=100 * result.recall)}"
+    output.text(told)
 
 
 class _Span:
@@ -128,7 +136,13 @@ class _Span:
             CliError: the requested window is longer than that.
         """
         if self._window is not None and self._window > maximum:
-            raise CliError(f"a window of {self._window} tokens is longer than this model's context of {maximum}")
+            raise CliError(
+                _(
+                    "a window of {window} tokens is longer than this model's context of {most}",
+                    window=self._window,
+                    most=maximum,
+                )
+            )
         return self._window if self._window is not None else min(_WINDOW, maximum)
 
     def stride(self, maximum: int) -> int:
@@ -189,7 +203,7 @@ def _full_precision(
     name: str, text: str, span: _Span, services: Services, output: Output
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Perplexity of the checkpoint named by MODEL."""
-    check_needed("measuring in full precision")
+    check_needed(_("measuring in full precision"))
     from models.checkpoint import Checkpoint
     from runtime.measure.evaluate import full_precision_perplexity
     from runtime.text.tokenizer import Tokenizer

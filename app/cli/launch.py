@@ -24,6 +24,7 @@ from app.cli.model import open_model
 from app.cli.output import CliError, Output
 from app.cli.serve import result_of, running
 from app.cli.services import Services, services_of
+from app.language import _
 
 if TYPE_CHECKING:
     from app.client import RuntimeClient
@@ -149,7 +150,7 @@ def launch(
     output, services = Output(), services_of(ctx)
     executable = program if shown else shutil.which(program)
     if executable is None:
-        raise CliError(f"{program} is not installed, or its folder is not in PATH")
+        raise CliError(_("{program} is not installed, or its folder is not in PATH", program=program))
 
     from app.settings import load
 
@@ -165,8 +166,11 @@ def launch(
         try:
             to = await _target(await supervisor.ensure(), name, settings, services, output)
             own = not supervisor.attached
-            whose = "until this command ends" if own else "which another program started"
-            output.note(f"the server is {to.url}, {whose}")
+            output.note(
+                _("the server is {url}, until this command ends", url=to.url)
+                if own
+                else _("the server is {url}, which another program started", url=to.url)
+            )
             asked = PROGRAMS.get(program, _other)(to)
             command = [executable, *asked.arguments, *(arguments or ())]
             if not shown:
@@ -189,9 +193,9 @@ async def _target(
     status = await _loaded(client, model, settings, output)
     record = running(services)
     if record is None or status.model is None or status.context is None:
-        raise CliError("the runtime has ended; try again")
-    few = "" if status.context >= FEW else "; coding agents need more"
-    output.note(f"the model is {status.model}, with {status.context:,} tokens of context{few}")
+        raise CliError(_("the runtime has ended; try again"))
+    told = _("the model is {model}, with {count:,} tokens of context", model=status.model, count=status.context)
+    output.note(told if status.context >= FEW else _("{context}; coding agents need more", context=told))
     return Target(url=record.base_url, token=record.token, model=status.model, context=status.context)
 
 
@@ -208,7 +212,7 @@ async def _loaded(client: RuntimeClient, model: str | None, settings: Settings, 
     status = await client.status()
     model = model or status.model
     if model is None:
-        raise CliError("no model is loaded and the settings name none: say which with --model")
+        raise CliError(_("no model is loaded and the settings name none: say which with --model"))
     asked = settings.load_request(model)
 
     async def load(context: int | None) -> Status:

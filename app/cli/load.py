@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from app.cli import options
 from app.cli.output import Interrupt, Output
 from app.cli.services import Services, prepare_folders
+from app.language import _
+from app.reports import reported
 
 if TYPE_CHECKING:
     from models.store import StoredModel
@@ -102,12 +104,12 @@ def load_model(
     plan = load_plan(model, asked, services)
     planned = plan.options.context
     if planned < min(model.spec.max_context, asked.context or DEFAULT_CONTEXT):
-        output.note(f"the context is {planned} tokens: more does not fit in the free memory")
+        output.note(_("the context is {count} tokens: more does not fit in the free memory", count=planned))
     with Interrupt() as interrupt, output.progress() as progress:
         loaded = services.load(plan, prompts_later=prompts_later, progress=progress, cancelled=interrupt.cancelled)
     for problem in loaded.problems:
         if problem.failure or budgets_asked:
-            output.note(f"{problem.what}; {problem.fix}")
+            output.note(f"{reported(problem.what)}; {reported(problem.fix)}")
     return loaded
 
 

@@ -23,15 +23,16 @@ from app.cli.output import (
     prepare_streams,
     sanitize_streams,
 )
+from app.language import _, english
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 _FILES = (
-    ("settings.toml", "The settings; `lowbit-chat config path` prints where it is."),
-    ("LOWBIT_CHAT_HOME", "A single folder for everything that the program writes."),
-    ("LOWBIT_CHAT_KEY", "The setting KEY, in capitals; overrides the file, and is overridden by options."),
+    ("settings.toml", _("The settings; `lowbit-chat config path` prints where it is.")),
+    ("LOWBIT_CHAT_HOME", _("A single folder for everything that the program writes.")),
+    ("LOWBIT_CHAT_KEY", _("The setting KEY, in capitals; overrides the file, and is overridden by options.")),
 )
 PIPE_STATUS = 141
 """Exit status when the reader of a pipe left: 128 and the number of SIGPIPE, as a shell reports it."""
@@ -45,20 +46,22 @@ def man(ctx: typer.Context) -> None:
 
 def page(command: Any, ctx: Any) -> Iterator[str]:
     """The page in roff, line by line."""
-    yield f'.TH {NAME.upper()} 1 "" "{NAME}" "User Commands"'
-    yield from (".SH NAME", rf"{NAME} \- chat with low-bit language models on this machine")
-    yield from (".SH SYNOPSIS", f".B {NAME}", r"[\fICOMMAND\fR] [\fIOPTIONS\fR]")
-    yield from (".SH DESCRIPTION", *_text(command.help or ""))
-    yield ".SH COMMANDS"
+    yield f'.TH {NAME.upper()} 1 "" "{NAME}" "{_("User Commands")}"'
+    yield from (f".SH {_('NAME')}", rf"{NAME} \- {_('chat with low-bit language models on this machine')}")
+    yield from (f".SH {_('SYNOPSIS')}", f".B {NAME}", r"[\fICOMMAND\fR] [\fIOPTIONS\fR]")
+    yield from (f".SH {_('DESCRIPTION')}", *_text(command.help or ""))
+    yield f".SH {_('COMMANDS')}"
     yield from _commands(command, ctx, NAME)
-    yield ".SH ENVIRONMENT AND FILES"
+    yield f".SH {_('ENVIRONMENT AND FILES')}"
     for name, words in _FILES:
         yield from (".TP", f".B {_escaped(name)}", *_text(words))
-    yield from (
-        ".SH EXIT STATUS",
-        *_text("0; 1 for an error that is explained in one line; 2 for wrong usage; 130 for"),
+    yield f".SH {_('EXIT STATUS')}"
+    yield from _text(
+        _(
+            "0; 1 for an error that is explained in one line; 2 for wrong usage; 130 for\n"
+            "Ctrl-C; 141 if the reader of a pipe left."
+        )
     )
-    yield from _text("Ctrl-C; 141 if the reader of a pipe left.")
 
 
 def _commands(group: Any, ctx: Any, path: str) -> Iterator[str]:
@@ -90,6 +93,14 @@ def _escaped(text: str) -> str:
 
 class Commands(TyperGroup):
     """The commands; an error caused by the user or a file becomes one line and exit code 1."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse and run. The parser's own texts, and those that were given to it, are in the user's language."""
+        if english():
+            return super().main(*args, **kwargs)
+        from app.cli.parser import in_users_language
+
+        return in_users_language(self, super().main, *args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -130,7 +141,7 @@ def ui(
     if ctx.invoked_subcommand is not None:
         return
     if not at_a_terminal():
-        raise CliError("the terminal UI needs a terminal; in a pipe use: lowbit-chat run MODEL PROMPT")
+        raise CliError(_("the terminal UI needs a terminal; in a pipe use: lowbit-chat run MODEL PROMPT"))
     from app.tui import run as run_ui
 
     raise typer.Exit(run_ui())

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import DEMO, Services
 from app.errors import hint
+from app.language import _
 from app.paths import links_dir
+from app.reports import reported
 from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.errors import MAKING, check_needed
 from models.files import replacing
@@ -144,8 +146,12 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
     if is_stored(name, services):
         info = services.store().info(name)
         raise CliError(
-            f"{name} is a low-bit model, and this needs the full-precision checkpoint that it was made from: give its "
-            f"folder, its GGUF file or its hub name ({info.source})"
+            _(
+                "{name} is a low-bit model, and this needs the full-precision checkpoint that it was made from: give "
+                "its folder, its GGUF file or its hub name ({source})",
+                name=name,
+                source=info.source,
+            )
         )
     if _is_hub_name(name):
         return _hub_checkpoint(name, services, output)
@@ -184,10 +190,13 @@ def local_checkpoint(name: str) -> Path | None:
         return path
     if path.is_dir() and (written_as_path or not _is_hub_name(name)):
         if files := sorted(file.name for file in path.glob("*.gguf")):
-            raise CliError(f"{name} holds GGUF files ({', '.join(files[:4])}): name one of them")
-        raise CliError(f"{name} has no config.json, so it is not a Hugging Face checkpoint")
+            raise CliError(
+                _("{name} holds GGUF files ({files}): name one of them", name=name, files=", ".join(files[:4]))
+            )
+        raise CliError(_("{name} has no config.json, so it is not a Hugging Face checkpoint", name=name))
     if written_as_path:
-        raise CliError(f"there is no {'file' if name.endswith('.gguf') else 'folder'} {name}")
+        file = name.endswith(".gguf")
+        raise CliError(_("there is no file {name}", name=name) if file else _("there is no folder {name}", name=name))
     return None
 
 
@@ -245,10 +254,13 @@ def quantized(
 def unknown(name: str, services: Services) -> str:
     """An error message about an unknown name."""
     stored = [DEMO, *(info.name for info in services.store().list())]
-    listed = f"stored: {', '.join(stored[:10])}; to get: {', '.join([*SHORT_NAMES][:4])}, …"
-    near = hint(name, [*stored, *SHORT_NAMES], listed)
-    named = "A checkpoint is named by its folder, its GGUF file or as owner/name"
-    return f"there is no stored model {name!r}; {near}{'' if near.endswith('?') else '.'} {named}"
+    short = ", ".join([*SHORT_NAMES][:4])
+    listed = _("stored: {stored}; to get: {short}, ….", stored=", ".join(stored[:10]), short=short)
+    return _(
+        "there is no stored model {name!r}; {near} A checkpoint is named by its folder, its GGUF file or as owner/name",
+        name=name,
+        near=hint(name, [*stored, *SHORT_NAMES], listed),
+    )
 
 
 def _is_hub_name(name: str) -> bool:
@@ -270,16 +282,22 @@ def _make(checkpoint: Path, services: Services, output: Output, name: str | None
     kept = None if name is not None else kept_by_default(checkpoint)
     if kept is None:
         recipe = for_checkpoint(Recipe(method=chosen_method("auto")), checkpoint)
-        output.note(f"quantizing {checkpoint} to {recipe.bits:g} bits; this is done once")
+        output.note(
+            _("quantizing {checkpoint} to {bits:g} bits; this is done once", checkpoint=checkpoint, bits=recipe.bits)
+        )
     else:
         output.note(
-            f"storing {checkpoint} with its own {kept.bits:g}-bit weights, once; a slowdown budget buys nothing here, "
-            "for there are no residuals (`lowbit-chat quantize` rounds again and keeps some)"
+            _(
+                "storing {checkpoint} with its own {bits:g}-bit weights, once; a slowdown budget buys nothing here, "
+                "for there are no residuals (`lowbit-chat quantize` rounds again and keeps some)",
+                checkpoint=checkpoint,
+                bits=kept.bits,
+            )
         )
         recipe = kept
     info = quantized(checkpoint, recipe, services, output, name=name)
     if info.summary.warning:
-        output.note(info.summary.warning)
+        output.note(reported(info.summary.warning))
     return info
 
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.amounts import perplexity
+from app.amounts import byte_count, perplexity
 from app.cli import options
 from app.cli.model import fetched, find_checkpoint, is_stored, pulled, quantized, unknown
 from app.cli.output import NAME, CliError, Interrupt, Output, at_a_terminal
 from app.cli.serve import loaded_model, result_of, unload
 from app.cli.services import DEMO, Services, services_of
+from app.language import _, ngettext, number
+from app.reports import reported
 from models.catalogue import KNOWN, source_of
 from models.errors import MAKING, check_needed
 from models.export import ExportFormat
@@ -30,7 +32,6 @@ from models.recipe import (
     AskedMethod,
     chosen_method,
 )
-from runtime.errors import byte_count
 from runtime.wire.answers import BASE
 
 if TYPE_CHECKING:
@@ -42,13 +43,36 @@ _VERIFY = "verify"
 METHODS_HELP = ", ".join(f"{method} ({words})" for method, words in (*GOOD_FOR.items(), (KEPT, KEEPS)))
 """The quantization methods and their uses."""
 _LABELS = {
-    "base": BASE,
-    "gpu_bytes": "device memory",
-    "disk_bytes": "disk space",
-    "active_bytes": "read per token",
-    "residual_bytes": "residuals",
+    "base": _(BASE),
+    "gpu_bytes": _("device memory"),
+    "disk_bytes": _("disk space"),
+    "active_bytes": _("read per token"),
+    "residual_bytes": _("residuals"),
+    "name": _("name"),
+    "bits": _("bits"),
+    "bits_per_weight": _("bits per weight"),
+    "parameters": _("parameters"),
+    "family": _("family"),
+    "context": _("context"),
+    "bundled": _("bundled"),
+    "perplexity_before": _("perplexity before"),
+    "perplexity_after": _("perplexity after"),
+    "warning": _("warning"),
+    "source": _("source"),
+    "source_types": _("source types"),
+    "path": _("path"),
+    "method": _("method"),
+    "block_bits": _("block bits"),
+    "group_size": _("group size"),
+    "residual_bits": _("residual bits"),
+    "head_bits": _("head bits"),
+    "smooth_attention": _("smooth attention"),
+    "steps": _("steps"),
+    "verified": _("verified"),
+    "certificate": _("certificate"),
+    "cache": _("cache"),
 }
-"""What `show` calls some of the fields, for people."""
+"""What `show` calls its fields, for people."""
 
 
 def list_models(
@@ -73,13 +97,14 @@ def list_models(
             }
         )
         return
-    rows = [("NAME", "BITS", "SIZE", "RESIDUALS", "DISK", "PARAMETERS", "CONTEXT", "PERPLEXITY")]
+    names = _("NAME"), _("BITS"), _("SIZE"), _("RESIDUALS"), _("DISK"), _("PARAMETERS"), _("CONTEXT"), _("PERPLEXITY")
+    rows = [names]
     for info, bundled in entries:
         summary = info.summary
         rows.append(
             (
-                f"{info.name} (bundled)" if bundled else info.name,
-                f"{summary.bits_per_weight:.2f}",
+                _("{name} (bundled)", name=info.name) if bundled else info.name,
+                number(summary.bits_per_weight, ".2f"),
                 _size(summary),
                 byte_count(summary.residual_bytes),
                 byte_count(summary.disk_bytes),
@@ -88,9 +113,9 @@ def list_models(
                 perplexity(summary.perplexity_before, summary.perplexity_after) or "-",
             )
         )
-    output.table(rows, spare=("PARAMETERS", "CONTEXT", "RESIDUALS"))
+    output.table(rows, spare=(_("PARAMETERS"), _("CONTEXT"), _("RESIDUALS")))
     for name, reason in damaged.items():
-        output.note(f"{name} is damaged: {reason}")
+        output.note(_("{name} is damaged: {reason}", name=name, reason=reported(reason)))
 
 
 def _list_elsewhere(output: Output, *, as_json: bool) -> None:
@@ -100,8 +125,10 @@ def _list_elsewhere(output: Output, *, as_json: bool) -> None:
     if as_json:
         output.result({"files": [{"name": one.name, "bytes": one.size, "path": str(one.path)} for one in files]})
         return
-    output.table([("NAME", "SIZE"), *((one.name, byte_count(one.size)) for one in files)])
-    output.note("`lowbit-chat run NAME` makes a low-bit model of one; nothing is copied" if files else "there are none")
+    output.table([(_("NAME"), _("SIZE")), *((one.name, byte_count(one.size)) for one in files)])
+    output.note(
+        _("`lowbit-chat run NAME` makes a low-bit model of one; nothing is copied") if files else _("there are none")
+    )
 
 
 def show(
@@ -135,13 +162,12 @@ def show(
         output.result(entry)
         return
     entry["perplexity_after"] = perplexity(info.summary.perplexity_before, info.summary.perplexity_after) or None
-    entry["certificate"] = own.words.replace("\n", f"\n{'':20}")
+    entry["certificate"] = "\n".join(map(reported, own.words.splitlines()))
     if (asked := load().kv) is not None and asked != entry["cache"]:
-        harm = ", which damages answers" if own.harms(asked) else ""
-        entry["cache"] = f"{entry['cache']} by default, {asked} by your settings{harm}"
-    for key, value in entry.items():
-        if value is not None:
-            output.text(f"{_LABELS.get(key, key.replace('_', ' ')):<20}{_shown(key, value)}")
+        entry["cache"] = _("{usual} by default, {asked} by your settings", usual=entry["cache"], asked=asked)
+        if own.harms(asked):
+            entry["cache"] = _("{cache}, which damages answers", cache=entry["cache"])
+    output.fields([(_LABELS[key], _shown(key, value)) for key, value in entry.items() if value is not None], 20)
 
 
 def verify(
@@ -165,30 +191,41 @@ def verify(
     reference = Reference.of(model)
     if certificate is None or (reference is None and certificate.ways):
         raise CliError(
-            f"the files of {name} are whole, but it has no certificate: an older version made it, or it could not be "
-            "measured; `quantize --force` makes it again"
+            _(
+                "the files of {name} are whole, but it has no certificate: an older version made it, or it could not "
+                "be measured; `quantize --force` makes it again",
+                name=name,
+            )
         )
     if certificate.model != content_of(info.path):
         raise CliError(
-            f"{info.path / FILE} belongs to other files than these: one of them was replaced, together with "
-            "the manifest; quantize the model again (`quantize --force`)"
+            _(
+                "{file} belongs to other files than these: one of them was replaced, together with the manifest; "
+                "quantize the model again (`quantize --force`)",
+                file=info.path / FILE,
+            )
         )
     with Interrupt() as interrupt, output.progress() as progress:
         how: dict[str, Any] = {"backend": backend or AUTO, "progress": progress, "cancelled": interrupt.cancelled}
         found = () if reference is None else measured(model, reference, certificate.ways, **how)
         again = cache_losses(model, services.evaluation_text(), **how) if certificate.caches else ()
     ways, wrong = [], list[str]()
-    rows: list[tuple[str, ...]] = [("", "KL", "again", "same, %", "again", "perplexity", "again")]
+    rows: list[tuple[str, ...]] = [("", "KL", _("again"), _("same, %"), _("again"), _("perplexity"), _("again"))]
     for was, way in zip(certificate.ways, found, strict=True):
         pairs = {field: (getattr(was, field), getattr(way, field)) for field in TOLERANCES}
         ways.append(asdict(was) | {"again": {field: now for field, (_, now) in pairs.items()}})
-        rows.append((f"{was.name}, {was.kv} cache", *(f"{number:.4g}" for pair in pairs.values() for number in pair)))
+        rows.append(
+            (
+                _("{what}, {kv} cache", what=was.name, kv=was.kv),
+                *(number(one, ".4g") for pair in pairs.values() for one in pair),
+            )
+        )
         wrong += [f"{rows[-1][0]}: {what}" for what in was.apart(way)]
     for was, way in zip(certificate.caches, again, strict=False):  # other answers are drawn elsewhere
-        both = [number for field in TOLERANCES for number in (getattr(was, field), getattr(way, field))]
-        rows.append((f"answers, {was.kv} cache", *(f"{number:.4g}" for number in both)))
+        both = [one for field in TOLERANCES for one in (getattr(was, field), getattr(way, field))]
+        rows.append((_("answers, {kv} cache", kv=was.kv), *(number(one, ".4g") for one in both)))
     if (default := Certificate(caches=again).kv) != certificate.kv:
-        wrong.append(f"the default cache is {default}, was {certificate.kv}")
+        wrong.append(_("the default cache is {now}, was {before}", now=default, before=certificate.kv))
     if as_json:
         about = {"name": name, "ok": not wrong, "model": certificate.model, "tokens": certificate.tokens}
         output.result({**about, "ways": ways, "apart": wrong, "seconds": time.perf_counter() - begin})
@@ -196,8 +233,12 @@ def verify(
         output.table(rows)
     if wrong:
         raise CliError(
-            f"{name} is not as its certificate says ({'; '.join(wrong)}): its files are whole, so look at this "
-            "machine or its backend (`doctor`, or `verify --backend reference`), and report it"
+            _(
+                "{name} is not as its certificate says ({differences}): its files are whole, so look at this machine "
+                "or its backend (`doctor`, or `verify --backend reference`), and report it",
+                name=name,
+                differences="; ".join(wrong),
+            )
         )
 
 
@@ -222,38 +263,49 @@ def remove(
 
     output, services = Output(as_json=as_json), services_of(ctx)
     if chats == (name is not None):
-        raise typer.BadParameter("give the name of a model, or --chats", param_hint="NAME")
+        raise typer.BadParameter(_("give the name of a model, or --chats"), param_hint="NAME")
     if name is None:
         gone = forget(services.chats())
         if as_json:
             output.result({"removed_files": gone.files, "removed_bytes": gone.bytes})
         else:
-            output.text(f"removed {gone.files} saved caches of conversations, {byte_count(gone.bytes)}")
+            output.text(
+                ngettext(
+                    "removed {count} saved cache of a conversation, {size}",
+                    "removed {count} saved caches of conversations, {size}",
+                    gone.files,
+                    size=byte_count(gone.bytes),
+                )
+            )
         return
     if name == DEMO:
-        raise CliError("the bundled model can't be removed: it is part of the program")
+        raise CliError(_("the bundled model can't be removed: it is part of the program"))
     store = services.store()
     if not is_stored(name, services):
         raise CliError(unknown(name, services))
     if result_of(loaded_model(services)) == name:
         if not force:
-            raise CliError(f"{name} is loaded in the runtime: load another model there first, or repeat with --force")
+            raise CliError(
+                _("{name} is loaded in the runtime: load another model there first, or repeat with --force", name=name)
+            )
         result_of(unload(services))
     if not (force or as_json) and at_a_terminal() and not _agreed(store.info(name)):
-        output.note(f"{name} is kept")
+        output.note(_("{name} is kept", name=name))
         return
     with forgetting(services.chats(), store.root):
         store.remove(name)
     if as_json:
         output.result({"removed": name})
     else:
-        output.text(f"removed {name}")
+        output.text(_("removed {name}", name=name))
 
 
 def _agreed(info: StoredModelInfo) -> bool:
     """Ask the user at the terminal to confirm deleting a model."""
-    question = (
-        f"delete {info.name}, {byte_count(info.summary.disk_bytes)}? The saved caches of its chats will be deleted too"
+    question = _(
+        "delete {name}, {size}? The saved caches of its chats will be deleted too",
+        name=info.name,
+        size=byte_count(info.summary.disk_bytes),
     )
     return typer.confirm(f"{NAME}: {question}", default=False, err=True)
 
@@ -286,10 +338,11 @@ def _verify(info: StoredModelInfo, output: Output) -> None:
     from models.store.manifest import Manifest, verify
 
     with Interrupt() as interrupt, output.progress() as progress:
+        told = _("verifying {name}", name=info.name)
 
         def watch(done: int, total: int) -> None:
             interrupt.raise_if_pressed()
-            progress(Progress(phase=_VERIFY, done=done, total=total, unit="bytes", message=f"verifying {info.name}"))
+            progress(Progress(phase=_VERIFY, done=done, total=total, unit="bytes", message=told))
 
         verify(info.path, Manifest.read(info.path), watch)
 
@@ -297,7 +350,9 @@ def _verify(info: StoredModelInfo, output: Output) -> None:
 def _size(summary: Summary) -> str:
     """Size of the weights, and of those that a token reads where these are fewer."""
     size = byte_count(summary.gpu_bytes)
-    return size if summary.active_bytes is None else f"{size} ({byte_count(summary.active_bytes)} a token)"
+    if summary.active_bytes is None:
+        return size
+    return _("{size} ({read} a token)", size=size, read=byte_count(summary.active_bytes))
 
 
 def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
@@ -322,12 +377,20 @@ def _entry(info: StoredModelInfo, *, bundled: bool) -> dict[str, Any]:
 
 def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return _("yes") if value else _("no")
     if key == "source_types":
         return _types(value)
     if key == "parameters":
         return _count(value)
-    return byte_count(value) if key.endswith("_bytes") else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if key == "warning":
+        return reported(value)
+    return (
+        byte_count(value)
+        if key.endswith("_bytes")
+        else number(value, ".4g")
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _details(info: StoredModelInfo) -> dict[str, Any]:
@@ -356,14 +419,14 @@ def _types(weights: Mapping[str, int]) -> str:
 
     total = sum(weights.values())
     shares = ", ".join(f"{kind} {100 * count / total:.0f} %" for kind, count in weights.items())
-    return shares if all(kind in WHOLE_TYPES for kind in weights) else f"{shares} (low-bit already)"
+    return shares if all(kind in WHOLE_TYPES for kind in weights) else _("{shares} (low-bit already)", shares=shares)
 
 
 def _count(parameters: int) -> str:
     """A number of parameters: `1.1 B`, `260 K`."""
     for letter, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if parameters >= scale:
-            return f"{parameters / scale:.1f} {letter}"
+            return f"{number(parameters / scale, '.1f')} {letter}"
     return str(parameters)
 
 
@@ -387,7 +450,7 @@ def pull(
     begin, name = time.perf_counter(), source_of(name)
     if name in KNOWN:
         if revision is not None:
-            raise typer.BadParameter(f"{name} is a single file without revisions", param_hint="--revision")
+            raise typer.BadParameter(_("{name} is a single file without revisions", name=name), param_hint="--revision")
         path = fetched(KNOWN[name], services, output)
     else:
         path = pulled(name, revision, services, output)
@@ -489,9 +552,13 @@ def quantize(
     try:
         for option, steps in (("--without", without), ("--with", also)):
             if steps and method != "qoq":
-                raise QuantizationError(f"{option} is for the method qoq, not for {method}")
+                raise QuantizationError(
+                    _("{option} is for the method qoq, not for {method}", option=option, method=method)
+                )
         if both := sorted(set(without or ()) & set(also or ())):
-            raise QuantizationError(f"{both[0]} is both asked for (--with) and left out (--without); drop one")
+            raise QuantizationError(
+                _("{step} is both asked for (--with) and left out (--without); drop one", step=both[0])
+            )
         asked = {"group_size": group_size, "residual_bits": residual_bits, "smooth_attention": smooth_attention}
         asked |= {step.replace("-", "_"): False for step in without or ()}
         asked |= {step.replace("-", "_"): True for step in also or ()}
@@ -500,14 +567,18 @@ def quantize(
         if method == KEPT:
             source = ctx.get_parameter_source("bits")
             if given or (source is not None and source.name != "DEFAULT"):
-                raise QuantizationError(f"{KEPT} takes bits and groups as the file has them; leave other options out")
+                raise QuantizationError(
+                    _("{method} takes bits and groups as the file has them; leave other options out", method=KEPT)
+                )
         else:
             own = chosen_method(method, group_size)
             recipe = Recipe.usual(own, bits=bits, expected_k_chunk=expect_k_chunk, **given)
     except QuantizationError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(reported(str(error))) from error
     if name == DEMO:
-        raise typer.BadParameter(f"{DEMO} is the name of the bundled model: choose another", param_hint="--name")
+        raise typer.BadParameter(
+            _("{name} is the name of the bundled model: choose another", name=DEMO), param_hint="--name"
+        )
     check_needed(MAKING)  # before anything is downloaded
     output, services = Output(as_json=as_json), services_of(ctx)
     text = None if calibration is None else read_text(calibration)
@@ -517,7 +588,7 @@ def quantize(
     info = quantized(checkpoint, recipe, services, output, name=name, calibration=text, force=force)
     summary = info.summary
     if summary.warning:
-        output.note(summary.warning)
+        output.note(reported(summary.warning))
     if as_json:
         output.result(
             {
@@ -531,13 +602,29 @@ def quantize(
             }
         )
         return
+    beside = (
+        _("weights of the file, no residuals")
+        if recipe.kept
+        else _("residuals {size}", size=byte_count(summary.residual_bytes))
+    )
     output.text(
-        f"{info.name}: {summary.bits_per_weight:.2f} bits per weight, {byte_count(summary.gpu_bytes)}, "
-        + ("weights of the file, no residuals" if recipe.kept else f"residuals {byte_count(summary.residual_bytes)}")
+        _(
+            "{name}: {bits:.2f} bits per weight, {size}, {beside}",
+            name=info.name,
+            bits=summary.bits_per_weight,
+            size=byte_count(summary.gpu_bytes),
+            beside=beside,
+        )
     )
     if summary.perplexity_before is not None and summary.perplexity_after is not None:
         before, after = summary.perplexity_before, summary.perplexity_after
-        output.text(f"perplexity as a chat gets it: {before:.2f} before, {perplexity(before, after)} after")
+        output.text(
+            _(
+                "perplexity as a chat gets it: {before:.2f} before, {after} after",
+                before=before,
+                after=perplexity(before, after),
+            )
+        )
 
 
 def read_text(file: Path) -> str:
@@ -549,9 +636,9 @@ def read_text(file: Path) -> str:
     try:
         return file.read_bytes().decode("utf-8")
     except OSError as error:
-        raise CliError(f"cannot read {file}: {error.strerror}") from error
+        raise CliError(_("cannot read {file}: {error}", file=file, error=reported(error.strerror or ""))) from error
     except UnicodeDecodeError as error:
-        raise CliError(f"{file} is not UTF-8 text (byte {error.start} is not)") from error
+        raise CliError(_("{file} is not UTF-8 text (byte {at} is not)", file=file, at=error.start)) from error
 
 
 def export(
@@ -595,7 +682,7 @@ def export(
     with Interrupt() as interrupt, output.progress() as progress:
         made = write(model, target, kind, residuals=residuals, progress=progress, cancelled=interrupt.cancelled)
     for note in made.notes:
-        output.note(note)
+        output.note(reported(note))
     if as_json:
         output.result(
             {
@@ -611,4 +698,4 @@ def export(
         return
     total = sum(made.weights.values())
     shares = ", ".join(f"{type_} {100 * count / total:.0f} %" for type_, count in made.weights.items())
-    output.text(f"{made.path}: {byte_count(made.bytes)}, weights in {shares}")
+    output.text(_("{path}: {size}, weights in {shares}", path=made.path, size=byte_count(made.bytes), shares=shares))

@@ -9,6 +9,8 @@ from typing import Annotated, Literal, TypeVar
 
 import typer
 
+from app.language import _
+from app.reports import reported
 from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
@@ -21,7 +23,7 @@ Select = Literal["approx", "exact", "static", "random"]
 
 def _finite(value: float | None) -> float | None:
     if value is not None and math.isnan(value):
-        raise typer.BadParameter("not a number")
+        raise typer.BadParameter(_("not a number"))
     return value
 
 
@@ -38,7 +40,7 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
             rule.parse(value)
         except (ValueError, OverflowError):
             rule = rule if isinstance(value, str) else replace(rule, optional=False)
-            raise typer.BadParameter(f"it must be {rule.allowed}") from None
+            raise typer.BadParameter(_("it must be {allowed}", allowed=rule.allowed)) from None
     return value
 
 
@@ -55,7 +57,7 @@ def compensation(budget: float | None, k_chunk: int | None = None) -> Compensati
     try:
         return Compensation(k_chunk=k_chunk, budget_percent=budget)
     except RequestError as error:
-        raise typer.BadParameter(str(error), param_hint="--budget") from error
+        raise typer.BadParameter(reported(str(error)), param_hint="--budget") from error
 
 
 def speculate_setting(speculate: bool | None) -> str | None:
@@ -70,10 +72,14 @@ def check_speculation(speculate: bool | None, gamma: int | None, kv: KVKind | No
         typer.BadParameter: they conflict.
     """
     if gamma is not None and not speculate:
-        raise typer.BadParameter("it only applies with --speculate", param_hint="--gamma")
+        raise typer.BadParameter(_("it only applies with --speculate"), param_hint="--gamma")
     if gamma is not None and kv is not None and not KINDS[kv].has_draft:
         raise typer.BadParameter(
-            f"drafts of so many tokens need the {SPECULATIVE_KV} cache, not {kv}: leave out one of them",
+            _(
+                "drafts of so many tokens need the {wanted} cache, not {kv}: leave out one of them",
+                wanted=SPECULATIVE_KV,
+                kv=kv,
+            ),
             param_hint="--gamma",
         )
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
-from app.amounts import Estimate
-from app.printable import printable, without_middle
-from runtime.errors import byte_count
+from app.amounts import Estimate, byte_count
+from app.language import _, stay_english
+from app.printable import cells, printable, without_middle
+from app.reports import reported
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -73,10 +74,11 @@ def explained() -> tuple[type[BaseException], ...]:
 def in_one_line(error: BaseException) -> str:
     """The error's message without line breaks."""
     if isinstance(error, MemoryError):
-        return "not enough memory: close other programs, or use a smaller model, fewer bits or a shorter context"
+        return _("not enough memory: close other programs, or use a smaller model, fewer bits or a shorter context")
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+        why = reported(error.strerror)
+        return f"{error.filename}: {why}" if error.filename else why
+    return reported(" ".join(str(error).split())) or type(error).__name__
 
 
 class Interrupt:
@@ -149,7 +151,7 @@ def write_output(path: Path, content: bytes) -> None:
     from models.files import replacing
     from models.store.durable import TEMPORARY, explained
 
-    with explained(f"cannot write {path}"):
+    with explained(_("cannot write {file}", file=path)):
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
@@ -191,6 +193,8 @@ class Output:
         self.as_json = as_json or lines
         self.lines = lines
         """Whether pieces of an answer are JSON objects of their own, before that of the whole."""
+        if self.as_json:
+            stay_english()
 
     def result(self, data: Mapping[str, Any]) -> None:
         """Write the command's JSON object. NaN and infinity become null."""
@@ -199,6 +203,13 @@ class Output:
     def text(self, line: str = "") -> None:
         """Write a line of the answer."""
         print(line)
+
+    def fields(self, rows: Sequence[tuple[str, str]], width: int) -> None:
+        """Write a list of names and values, which begin in column `width` if the names leave room for that."""
+        width = max([width, *(cells(name) + 1 for name, _value in rows)])
+        for name, value in rows:
+            indented = value.replace("\n", "\n" + " " * width)
+            self.text(f"{name}{' ' * (width - cells(name))}{indented}")
 
     def stream(self, piece: str) -> None:
         """Write a piece of the answer at once, without a line break."""
@@ -223,11 +234,11 @@ class Output:
         widths = _widths(rows)
         right = [all(row[i][:1].isdigit() or row[i] == "-" for row in rows[1:]) for i in range(len(widths))]
         for row in rows:
-            cells = [
-                cell.rjust(width) if numeric else cell.ljust(width)
-                for cell, width, numeric in zip(row, widths, right, strict=True)
-            ]
-            self.text("  ".join(cells).rstrip())
+            padded = []
+            for cell, width, numeric in zip(row, widths, right, strict=True):
+                space = " " * (width - cells(cell))
+                padded.append(space + cell if numeric else cell + space)
+            self.text("  ".join(padded).rstrip())
 
     def note(self, line: str) -> None:
         """Write a note for the user that is not part of the answer."""
@@ -261,11 +272,11 @@ class _PhaseLines:
         self._estimate.take(now, report.phase, report.done, report.total)
         if report.phase != self._phase:
             self._phase, self._said, self._ending = report.phase, now, False
-            self._output.note(report.message)
+            self._output.note(reported(report.message))
         elif now - self._said >= LINE_S and not (self._ending and self._estimate.ending):
             self._said, self._ending = now, self._estimate.ending
             left = self._estimate.words
-            self._output.note(f"{report.message}: {_amount(report)}{f', {left}' if left else ''}")
+            self._output.note(f"{reported(report.message)}: {_amount(report)}{f', {left}' if left else ''}")
 
 
 class _PhaseBars:
@@ -289,7 +300,7 @@ class _PhaseBars:
             self._tasks[report.phase],
             completed=report.done,
             total=report.total,
-            description=printable(report.message),
+            description=printable(reported(report.message)),
             amount=_amount(report),
             left=self._estimate.words,
         )
@@ -316,7 +327,7 @@ class _PhaseBars:
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [max(map(cells, column)) for column in zip(*rows, strict=True)]
 
 
 def _fitted(rows: Sequence[Sequence[str]], spare: Sequence[str], columns: int) -> Sequence[Sequence[str]]:
@@ -331,7 +342,7 @@ def _fitted(rows: Sequence[Sequence[str]], spare: Sequence[str], columns: int) -
             at = rows[0].index(name)
             rows = [[*row[:at], *row[at + 1 :]] for row in rows]
     width = max(NAME_CELLS // 2, room())
-    return [[row[0] if len(row[0]) <= width else without_middle(row[0], width), *row[1:]] for row in rows]
+    return [[row[0] if cells(row[0]) <= width else without_middle(row[0], width), *row[1:]] for row in rows]
 
 
 def plain() -> bool:
@@ -362,10 +373,10 @@ def _started_bars() -> Bars:
 
 def _amount(report: Progress) -> str:
     if report.unit == "bytes":
-        whole = f" of {byte_count(report.total)}" if report.total is not None else ""
-        return f"{byte_count(report.done)}{whole}"
+        done = byte_count(report.done)
+        return done if report.total is None else _("{done} of {total}", done=done, total=byte_count(report.total))
     whole = f"/{int(report.total)}" if report.total is not None else ""
-    return f"{int(report.done)}{whole} {report.unit}"
+    return f"{int(report.done)}{whole} {_(report.unit)}"
 
 
 def _unfiltered(stream: TextIO) -> TextIO:

@@ -7,6 +7,7 @@ import sys
 from app.cli.load import load_options, load_plan
 from app.cli.output import NAME, Output, explained, in_one_line, sanitize_streams
 from app.cli.services import Services
+from app.language import _
 
 
 def prepare(services: Services, output: Output) -> None:
@@ -28,7 +29,7 @@ def main() -> None:
     try:
         prepare(Services(), Output())
     except explained() as error:
-        print(f"{NAME}: the kernels are not compiled ahead: {in_one_line(error)}", file=sys.stderr)
+        print(f"{NAME}: {_('the kernels are not compiled ahead: {error}', error=in_one_line(error))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.amounts import byte_count
 from app.chat.commands import (
     SETTINGS,
     budget_of,
@@ -22,21 +23,23 @@ from app.chat.commands import (
     with_setting,
     with_system,
 )
-from app.cli.output import CliError, Output, plain
+from app.cli.output import CliError, Output, in_one_line, plain
 from app.cli.serve import result_of
 from app.conversation import DRAFTS, Conversation
 from app.errors import CommandError
+from app.language import _, ngettext, number
+from app.reports import reported
 from models.files import private_folder
-from runtime.errors import byte_count
 from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
     from app.cli.talk import Talk
 
-HELP = """\
-{commands}
-\"\"\"                begin and end a text of several lines
-Ctrl-C             stop the answer; Tab completes a command"""
+KEYS = (
+    ('"""', _("begin and end a text of several lines")),
+    ("Ctrl-C", _("stop the answer; Tab completes a command")),
+)
+"""What helps besides commands."""
 
 LINES_KEPT = 1000
 """Lines saved for the next conversation."""
@@ -72,7 +75,7 @@ class Repl:
 
     def loop(self) -> None:
         """Run until `/bye` or the end of the input."""
-        self._output.note(f"{self._talk.status.model}; /help lists the commands, /bye leaves")
+        self._output.note(_("{model}; /help lists the commands, /bye leaves", model=self._talk.status.model))
         while True:
             try:
                 text = self._text()
@@ -81,7 +84,7 @@ class Repl:
                 return
             except KeyboardInterrupt:
                 self._output.text()
-                self._output.note("/bye or Ctrl-D leaves")
+                self._output.note(_("/bye or Ctrl-D leaves"))
                 continue
             if not self._handle(text):
                 return
@@ -104,7 +107,7 @@ class Repl:
             elif text.strip():
                 self._answer(text)
         except (CliError, CommandError, DocumentError, HistoryError, ModelError, RuntimeFailure) as error:
-            self._output.note(str(error))
+            self._output.note(in_one_line(error))
         return True
 
     def _text(self) -> str:
@@ -125,9 +128,9 @@ class Repl:
     def _answer(self, text: str) -> None:
         talk = self._talk
         if result_of(talk.ask(text))[-1].state == "stopped":
-            self._output.note("stopped")
+            self._output.note(_("stopped"))
         elif talk.ending:
-            self._output.note(f"{talk.ending}; /new empties it" if talk.cut else talk.ending)
+            self._output.note(_("{ending}; /new empties it", ending=talk.ending) if talk.cut else talk.ending)
 
     def _model(self, name: str) -> None:
         if name:
@@ -141,13 +144,14 @@ class Repl:
 
     def _other(self, name: str | None, budget: float | None) -> None:
         if self._change is None:
-            raise CommandError("the model can't be changed here")
+            raise CommandError(_("the model can't be changed here"))
         try:
             self._change(name, budget)
         except KeyboardInterrupt:
-            raise CommandError(f"stopped; {self._talk.status.model} is back") from None
+            raise CommandError(_("stopped; {model} is back", model=self._talk.status.model)) from None
         status = self._talk.status
-        self._output.note(f"{status.model} answers from here on{f'; it is {CONTINUES}' if status.base else ''}")
+        told = _("{model} answers from here on", model=status.model)
+        self._output.note(_("{told}; it is {kind}", told=told, kind=_(CONTINUES)) if status.base else told)
 
     def _system(self, text: str) -> None:
         self._talk.choose(with_system(self._talk.own, text))
@@ -156,40 +160,43 @@ class Repl:
         self._talk.choose(with_setting(self._talk.own, rest))
 
     def _tools(self, _rest: str) -> None:
-        self._output.text(" ".join(self._talk.tools) or "none; --mcp FILE offers the tools of a file")
+        self._output.text(" ".join(self._talk.tools) or _("none; --mcp FILE offers the tools of a file"))
 
     def _save(self, file: str) -> None:
         path = path_of(file)
         save(self._talk.conversation, path)
-        self._output.note(f"written to {path}")
+        self._output.note(_("written to {file}", file=path))
 
     def _load(self, file: str) -> None:
         if self._talk.raw:
-            raise CommandError("--raw continues plain text, which is no chat")
+            raise CommandError(_("--raw continues plain text, which is no chat"))
         found, conversation = load(path_of(file)), Conversation()
         conversation.restore(found.id, found.messages, found.head)
         self._talk.go_on(conversation)
-        self._output.note(f"{found.title}: {len(conversation.path())} messages")
+        self._output.note(
+            ngettext(
+                "{title}: {count} message", "{title}: {count} messages", len(conversation.path()), title=found.title
+            )
+        )
 
     def _show(self, _rest: str) -> None:
         talk, status = self._talk, self._talk.status
         sampling = {**(status.sampling or {}), **talk.sampling()}
         rows = [
-            ("model", status.model or ""),
-            ("backend", f"{status.backend} ({status.reason})"),
+            (_("model"), status.model or ""),
+            (_("backend"), f"{status.backend} ({reported(status.reason or '')})"),
             ("kv", f"{status.kv}, {byte_count(status.kv_bytes or 0)}"),
-            ("context", f"{status.context} tokens"),
-            ("system", talk.system_prompt or "none"),
-            ("stop", " ".join(map(repr, sampling.get("stop") or ())) or "none"),
-            ("tools", " ".join(talk.tools) or "none"),
+            (_("context"), _("{count} tokens", count=status.context)),
+            (_("system"), talk.system_prompt or _("none")),
+            ("stop", " ".join(map(repr, sampling.get("stop") or ())) or _("none")),
+            (_("tools"), " ".join(talk.tools) or _("none")),
             *((name, _value(sampling.get(name))) for name in SETTINGS),
         ]
-        for name, value in rows:
-            self._output.text(f"{name:<20}{value}")
+        self._output.fields(rows, 20)
 
     def _attach(self, rest: str) -> None:
         if self._talk.raw:
-            raise CommandError("--raw reads no documents")
+            raise CommandError(_("--raw reads no documents"))
         result_of(self._talk.attach(path_of(rest)))
 
     def _new(self, _rest: str) -> None:
@@ -198,20 +205,39 @@ class Repl:
     def _stats(self, _rest: str) -> None:
         timings = self._talk.timings
         if timings is None:
-            raise CliError("there is no answer yet")
+            raise CliError(_("there is no answer yet"))
         used = timings.prompt_tokens + timings.completion_tokens
         self._output.text(
-            f"first token after {timings.ttft_s:.2f} s, {timings.decode_tokens_per_s:.1f} tokens/s; "
-            f"{timings.prompt_tokens} prompt tokens ({timings.cached_tokens} reused), "
-            f"{timings.completion_tokens} generated; context {used} of {self._talk.status.context}"
+            _(
+                "first token after {ttft:.2f} s, {speed:.1f} tokens/s; {prompt} prompt tokens ({cached} reused), "
+                "{generated} generated; context {used} of {context}",
+                ttft=timings.ttft_s,
+                speed=timings.decode_tokens_per_s,
+                prompt=timings.prompt_tokens,
+                cached=timings.cached_tokens,
+                generated=timings.completion_tokens,
+                used=used,
+                context=self._talk.status.context,
+            )
         )
         if (drafted := timings.speculation) is not None:
-            does = f"{drafted.gamma} tokens drafted per round" if drafted.gamma else "speculation does not pay here"
-            accepted = f"{100 * drafted.acceptance_rate:.0f} % of {DRAFTS.get(drafted.source or '', 'drafts')} accepted"
-            self._output.text(f"{does}; {accepted}, {drafted.tokens_per_verify:.1f} tokens per verify")
+            gamma, drafts = drafted.gamma, DRAFTS.get(drafted.source or "", _("drafts"))
+            self._output.text(
+                _(
+                    "{does}; {rate:.0f} % of {drafts} accepted, {tokens:.1f} tokens per verify",
+                    does=_("{count} tokens drafted per round", count=gamma)
+                    if gamma
+                    else _("speculation does not pay here"),
+                    rate=100 * drafted.acceptance_rate,
+                    drafts=drafts,
+                    tokens=drafted.tokens_per_verify,
+                )
+            )
 
     def _help(self, _rest: str) -> None:
-        self._output.text(HELP.format(commands="\n".join(one.line for one in known())))
+        for one in known():
+            self._output.text(one.line)
+        self._output.fields(KEYS, 19)
 
     def _typed_line(self, prompt: str) -> str:
         """Read a line from the terminal, with line editing and completion if Python supports it."""
@@ -233,7 +259,7 @@ class Repl:
 
 
 def _value(value: object) -> str:
-    return "auto" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "auto" if value is None else number(value, "g") if isinstance(value, float) else str(value)
 
 
 def _more_is_pasted() -> bool:

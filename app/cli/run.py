@@ -16,10 +16,11 @@ import typer
 from app.cli import options
 from app.cli.load import load_model, load_options, tune_pending_prompts
 from app.cli.model import open_model
-from app.cli.output import CliError, Output
+from app.cli.output import CliError, Output, in_one_line
 from app.cli.serve import result_of, running
 from app.cli.services import DEMO, services_of
 from app.conversation import Conversation
+from app.language import _
 from app.protocol import schema_format
 from runtime.compensation import Compensation
 from runtime.wire.answers import CONTINUES
@@ -168,13 +169,13 @@ def run(
 ) -> None:
     """Answer a prompt, or talk on a terminal."""
     if raw and system is not None:
-        raise typer.BadParameter("--raw continues plain text, which has no system prompt: leave out --system")
+        raise typer.BadParameter(_("--raw continues plain text, which has no system prompt: leave out --system"))
     if raw and (attach or mcp):
-        raise typer.BadParameter("--raw continues plain text: leave out --attach and --mcp")
+        raise typer.BadParameter(_("--raw continues plain text: leave out --attach and --mcp"))
     if yes_tools and mcp is None:
-        raise typer.BadParameter("it only applies with --mcp", param_hint="--yes-tools")
+        raise typer.BadParameter(_("it only applies with --mcp"), param_hint="--yes-tools")
     if raw and goes_on:
-        raise typer.BadParameter("--raw continues plain text, which is no chat: leave out --continue")
+        raise typer.BadParameter(_("--raw continues plain text, which is no chat: leave out --continue"))
     if template is not None:
         system = _preset(template, system, raw=raw)
     compensation = options.compensation(budget, k_chunk)
@@ -183,7 +184,7 @@ def run(
     response_format = None if schema is None else schema_format(_schema(schema))
     text = _prompt(prompt, output)
     if not text and (output.as_json or not _on_terminal()):
-        raise typer.BadParameter("nothing to answer: give a PROMPT, or text on standard input", param_hint="PROMPT")
+        raise typer.BadParameter(_("nothing to answer: give a PROMPT, or text on standard input"), param_hint="PROMPT")
 
     from app.settings import load
 
@@ -232,7 +233,7 @@ def run(
     try:
         saving = contextlib.ExitStack()
         if talk.status.base and not raw:
-            output.note(f"{loaded.name} is {CONTINUES}")
+            output.note(_("{name} is {kind}", name=loaded.name, kind=_(CONTINUES)))
         if goes_on:
             talk.go_on(_last_chat())
             talk.left = _save
@@ -320,10 +321,10 @@ def _preset(name: str, system: str | None, *, raw: bool) -> str:
     from app.presets import load
 
     if raw or system is not None:
-        raise typer.BadParameter("it is the system prompt: leave out --system and --raw", param_hint="--template")
+        raise typer.BadParameter(_("it is the system prompt: leave out --system and --raw"), param_hint="--template")
     presets = load()
     if name not in presets:
-        raise CliError(f"there is no preset {name!r}: choose one of {', '.join(presets)}")
+        raise CliError(_("there is no preset {name!r}: choose one of {names}", name=name, names=", ".join(presets)))
     return presets[name]
 
 
@@ -340,10 +341,10 @@ def _schema(file: Path) -> dict[str, Any]:
     try:
         found = read_json(file.read_bytes())
         if not isinstance(found, dict):
-            raise CliError(f"{file} holds no JSON object, so it is no schema")
+            raise CliError(_("{file} holds no JSON object, so it is no schema", file=file))
         Grammar.of_schema(found)
     except (OSError, ValueError, RequestError) as error:
-        raise CliError(f"{file}: {error}") from error
+        raise CliError(f"{file}: {in_one_line(error)}") from error
     return found
 
 
@@ -462,8 +463,11 @@ def _text(data: bytes) -> str:
         where = text.find("\0")
     if "\0" in text:
         raise CliError(
-            f"standard input is not UTF-8 text (byte {where + 1:,}): give a document with --attach, and other text "
-            "through iconv -t UTF-8"
+            _(
+                "standard input is not UTF-8 text (byte {at:,}): give a document with --attach, and other text "
+                "through iconv -t UTF-8",
+                at=where + 1,
+            )
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -472,7 +476,7 @@ def _prompt(argument: str | None, output: Output) -> str:
     """PROMPT and standard input, separated by an empty line; standard input is read unless it is a terminal."""
     piped = ""
     if sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty():
-        waiting = threading.Timer(_PATIENCE_S, output.note, ["waiting for the end of standard input"])
+        waiting = threading.Timer(_PATIENCE_S, output.note, [_("waiting for the end of standard input")])
         waiting.daemon = True
         waiting.start()
         try:

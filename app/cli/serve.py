@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from app.amounts import byte_count
 from app.cli import options
 from app.cli.model import open_model
 from app.cli.output import CliError, Output
 from app.cli.services import Services, services_of
-from runtime.errors import byte_count
+from app.language import _
 
 if TYPE_CHECKING:
     from app.client import RuntimeClient
@@ -46,7 +47,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
         if as_json:
             output.result({"running": False})
         else:
-            output.text("no runtime is running")
+            output.text(_("no runtime is running"))
         return
     status, caches = result_of(_asked(record))
     since = datetime.fromtimestamp(record.create_time).astimezone()
@@ -70,12 +71,13 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
             }
         )
         return
-    rows = [("PID", "STATE", "MODEL", "BACKEND", "MEMORY", "SAVED CHATS", "SINCE")]
+    rows = [("PID", _("STATE"), _("MODEL"), "BACKEND", _("MEMORY"), _("SAVED CHATS"), _("SINCE"))]
     memory = "-" if status.memory_bytes is None else byte_count(status.memory_bytes)
     saved = f"{caches.files} ({byte_count(caches.bytes)})"
     when = f"{since:%Y-%m-%d %H:%M}"
-    state = f"{status.state}, {status.running} answered" if status.running else status.state
-    state += f", {status.waiting} waiting" if status.waiting else ""
+    state = _(status.state)
+    state += f", {_('{count} answered', count=status.running)}" if status.running else ""
+    state += f", {_('{count} waiting', count=status.waiting)}" if status.waiting else ""
     models = ", ".join(filter(None, (status.model, *status.also_loaded)))
     rows.append((str(record.pid), state, models or "-", status.backend or "-", memory, saved, when))
     output.table(rows)
@@ -90,7 +92,9 @@ def stop(ctx: typer.Context, as_json: options.Json = False) -> None:
     if as_json:
         output.result({"stopped": None if record is None else record.pid})
     else:
-        output.text("no runtime is running" if record is None else f"the runtime (process {record.pid}) has ended")
+        output.text(
+            _("no runtime is running") if record is None else _("the runtime (process {pid}) has ended", pid=record.pid)
+        )
 
 
 def running(services: Services) -> LockRecord | None:
@@ -176,7 +180,7 @@ async def _ended(record: LockRecord) -> None:
     deadline = time.monotonic() + END_S
     while is_alive(record):
         if time.monotonic() > deadline:
-            raise CliError(f"the runtime (process {record.pid}) does not exit: stop it with `kill -9 {record.pid}`")
+            raise CliError(_("the runtime (process {pid}) does not exit: stop it with `kill -9 {pid}`", pid=record.pid))
         await sleep(_POLL_S)
 
 
@@ -260,6 +264,6 @@ def serve(
             token=token,
             model=None if first is None else LoadRequest(model=first),
             progress=progress,
-            ready=lambda url: output.note(f"serving {url}; Ctrl-C stops"),
+            ready=lambda url: output.note(_("serving {url}; Ctrl-C stops", url=url)),
         )
     raise typer.Exit(code)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import sys
 
 from app.cli.output import NAME, at_a_terminal, sanitize_streams
-from app.language import stay_english
 
 
 def main() -> None:
     sanitize_streams()
     if len(sys.argv) > 1 or not at_a_terminal():
-        stay_english()
         from app.cli.main import main as command_line
 
         command_line()

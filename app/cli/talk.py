@@ -15,10 +15,11 @@ from app.chat.answers import Answer, Continued, Event, Written
 from app.chat.documents import Documents
 from app.chat.prompts import LeftOut, Model, NotSearched, Prompts
 from app.chat.tools import CallAsked, CallChanged, ChatTools
-from app.cli.output import CliError, Interrupt, Output, at_a_terminal
+from app.cli.output import CliError, Interrupt, Output, at_a_terminal, in_one_line
 from app.conversation import Conversation, Extras, Message
 from app.documents.citation import cited
 from app.documents.prompt import estimated_tokens
+from app.language import _, number
 from app.printable import printable, printable_name
 from app.tools.config import load
 from app.tools.permissions import Answer as Permission
@@ -99,7 +100,7 @@ class Talk:
         return _Continuing(self.runtime) if self.raw else self.runtime
 
     async def why(self, failure: Exception) -> str:
-        return str(failure)
+        return in_one_line(failure)
 
     def note(self, conversation: Conversation, **changes: Any) -> None:
         conversation.extras = replace(conversation.extras, **changes)
@@ -134,14 +135,18 @@ class Talk:
         whole = await self._documents.whole(path, self.status.context or 0, self._count)
         if whole is not None:
             self._attached.append(whole.content)
-            files = "" if whole.files == 1 else f"{whole.files} files, "
-            self._output.note(f"{printable_name(path.name)}: {files}{whole.tokens:,} tokens")
+            self._output.note(f"{printable_name(path.name)}: {_size(whole.files, number(whole.tokens, ','))}")
             problems = whole.problems
         else:
             state = await self._documents.search(self.conversation, path, self.note)
-            files = "" if state.files == 1 else f"{state.files:,} files, "
-            size = f"{files}about {state.tokens:,} tokens"
-            self._output.note(f"{state.name} ({size}) is too long to be sent: it is searched for each question")
+            size = _size(state.files, _("about {count:,}", count=state.tokens))
+            self._output.note(
+                _(
+                    "{name} ({size}) is too long to be sent: it is searched for each question",
+                    name=state.name,
+                    size=size,
+                )
+            )
             problems = state.problems
         for problem in problems:
             self._output.note(problem)
@@ -162,18 +167,22 @@ class Talk:
         if tools.problem and tools.box is None:
             raise CliError(tools.problem)
         if tools.problem:
-            self._output.note(f"tools: {tools.problem}")
+            self._output.note(_("tools: {problem}", problem=tools.problem))
         await tools.settle()
         for server in tools.box.servers if tools.box is not None else ():
             for note in filter(None, (server.problem, *server.notes)):
-                self._output.note(f"tools: {note}")
+                self._output.note(_("tools: {problem}", problem=note))
         self._use_all_tools()
         named = {one.name: one.tool for one in tools.named(self.conversation)}
         if unknown := set(yes) - {*named, *(tool.key for tool in named.values())}:
             await tools.close()
-            known = ", ".join(named) or "none"
+            known = ", ".join(named) or _("none")
             raise CliError(
-                f"--yes-tools names {', '.join(sorted(unknown))}, which no server has; the tools are: {known}"
+                _(
+                    "--yes-tools names {unknown}, which no server has; the tools are: {known}",
+                    unknown=", ".join(sorted(unknown)),
+                    known=known,
+                )
             )
         # A yes is to a tool as it is now; when it changes, it is asked about.
         self._unasked = frozenset(tool.fingerprint for name, tool in named.items() if {name, tool.key} & set(yes))
@@ -198,8 +207,10 @@ class Talk:
     def ending(self) -> str:
         """What is to be said of how the last answer ended; empty if nothing."""
         if self.finish_reason == "loop":
-            return "the answer was stopped: it only repeated itself"
-        return f"the answer was cut: the context of {self.status.context} tokens is full" if self.cut else ""
+            return _("the answer was stopped: it only repeated itself")
+        if not self.cut:
+            return ""
+        return _("the answer was cut: the context of {count} tokens is full", count=self.status.context)
 
     def sampling(self) -> dict[str, Any]:
         """How answers are sampled."""
@@ -251,7 +262,7 @@ class Talk:
         messages = messages[[one.id for one in messages].index(message) :]
         if messages[-1].state == "failed":
             conversation.head, self._attached = before, attached
-            raise CliError(messages[-1].error or "the answer failed")
+            raise CliError(messages[-1].error or _("the answer failed"))
         if not self._output.as_json and not messages[-1].text.endswith("\n"):
             self._output.stream("\n")
         if not self._output.as_json and messages[0].passages is not None:
@@ -278,9 +289,9 @@ class Talk:
             case Continued() if not self._output.as_json and self._said_before(answer):
                 self._output.stream("\n")
             case LeftOut():
-                self._output.note("the conversation no longer fits in the context: its beginning is left out")
+                self._output.note(_("the conversation no longer fits in the context: its beginning is left out"))
             case NotSearched(reason):
-                self._output.note(f"the documents were not searched: {reason}")
+                self._output.note(_("the documents were not searched: {reason}", reason=reason))
             case _:
                 pass
 
@@ -303,12 +314,18 @@ class Talk:
             return "once"
         line = f"{printable_name(tool.server)} · {call.name} {printable(call.arguments)}"
         if self._output.as_json or not at_a_terminal():
-            self._output.note(f"{line}: not allowed; --yes-tools {call.name} allows it")
+            self._output.note(_("{call}: not allowed; --yes-tools {name} allows it", call=line, name=call.name))
             return "no"
         self._questioned = call.id
-        self._output.note(f"{line} ({'it says that it only reads' if tool.reads else 'it may change something'})")
-        answer = self._read("call it? [y]es once, [c] in this conversation, [n]o: ").strip().lower()
+        self._output.note(f"{line} ({_('it says that it only reads') if tool.reads else _('it may change something')})")
+        answer = self._read(_("call it? [y]es once, [c] in this conversation, [n]o: ")).strip().lower()
         return "chat" if answer in ("c", "conversation") else "once" if answer in ("y", "yes") else "no"
+
+
+def _size(files: int, tokens: str) -> str:
+    """The size of what is attached: `4 files, 1,024 tokens`."""
+    size = _("{count} tokens", count=tokens)
+    return size if files == 1 else _("{count:,} files, {tokens}", count=files, tokens=size)
 
 
 def called(messages: Sequence[Message]) -> list[dict[str, Any]]:

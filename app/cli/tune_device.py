@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,8 @@ from app.cli.model import open_model
 from app.cli.output import CliError, Interrupt, Output, plain, write_output
 from app.cli.services import DEMO, Services, services_of
 from app.errors import hint
+from app.language import _, localized, number
+from app.reports import reported
 
 if TYPE_CHECKING:
     from models.store import StoredModel
@@ -126,9 +128,9 @@ def tune_device(
         return
     _check_usage(model, budget, simulate, shape, bits, method)
     if plot is not None and plot.suffix.lower() != ".svg":
-        raise typer.BadParameter("the plot is an SVG file: give a name that ends in .svg", param_hint="--plot")
+        raise typer.BadParameter(_("the plot is an SVG file: give a name that ends in .svg"), param_hint="--plot")
     if plot is not None and find_spec("matplotlib") is None:
-        raise CliError("--plot needs matplotlib: install it, or lowbit-chat[plot], and try again")
+        raise CliError(_("--plot needs matplotlib: install it, or lowbit-chat[plot], and try again"))
     if simulate is not None and shape is not None:
         result = _simulated(
             simulate, shape, bits or _BITS, method or _METHOD, _budget(budget), pictured=plot is not None
@@ -145,7 +147,7 @@ def tune_device(
         return
     _show(result, output)
     if plot is not None:
-        output.text(f"drawn into {plot}")
+        output.text(_("drawn into {file}", file=plot))
 
 
 def _check_usage(
@@ -158,15 +160,17 @@ def _check_usage(
 ) -> None:
     """Reject conflicting options."""
     if budget == 0:
-        raise typer.BadParameter("a budget of 0 is no compensation, so there is nothing to tune", param_hint="--budget")
+        raise typer.BadParameter(
+            _("a budget of 0 is no compensation, so there is nothing to tune"), param_hint="--budget"
+        )
     if simulate is None and any(option is not None for option in (shape, bits, method)):
-        raise typer.BadParameter("--shape, --bits and --method require --simulate")
+        raise typer.BadParameter(_("--shape, --bits and --method require --simulate"))
     if simulate is not None and shape is None:
         from tuner.shapes import SHAPES
 
-        raise typer.BadParameter(f"--simulate needs the shape of a model: --shape {'|'.join(SHAPES)}")
+        raise typer.BadParameter(_("--simulate needs the shape of a model: --shape {shapes}", shapes="|".join(SHAPES)))
     if simulate is not None and model is not None:
-        raise typer.BadParameter("a simulation takes no MODEL, but --shape, --bits and --method")
+        raise typer.BadParameter(_("a simulation takes no MODEL, but --shape, --bits and --method"))
 
 
 def _budget(asked: float | None) -> float:
@@ -209,15 +213,27 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
     from tuner.shapes import SHAPES
     from tuner.simulate import tune_simulated
 
-    _known(device, DEVICES, "device", "tune-device --list-devices shows all")
-    _known(shape, SHAPES, "shape", f"there are {', '.join(SHAPES)}")
-    _known(method, METHODS, "method", f"there are {', '.join(METHODS)}")
+    if device not in DEVICES:
+        near = hint(device, DEVICES, _("tune-device --list-devices shows all"))
+        raise CliError(_("no device is called {name!r}; {hint}", name=device, hint=near))
+    if shape not in SHAPES:
+        near = hint(shape, SHAPES, _("there are {names}", names=", ".join(SHAPES)))
+        raise CliError(_("no shape is called {name!r}; {hint}", name=shape, hint=near))
+    if method not in METHODS:
+        near = hint(method, METHODS, _("there are {names}", names=", ".join(METHODS)))
+        raise CliError(_("no method is called {name!r}; {hint}", name=method, hint=near))
     began = time.perf_counter()
     found, layers, timer = tune_simulated(device, shape, bits, budget, codebook=method in CODEBOOK_METHODS)
     seconds = time.perf_counter() - began
     spec = DEVICES[device]
     return _Result(
-        title=f"{spec.name}, {shape} at {bits:g} bits ({method}), simulated",
+        title=_(
+            "{device}, {shape} at {bits:g} bits ({method}), simulated",
+            device=spec.name,
+            shape=shape,
+            bits=bits,
+            method=method,
+        ),
         device=device,
         budget_percent=budget,
         found=found,
@@ -227,11 +243,6 @@ def _simulated(device: str, shape: str, bits: float, method: str, budget: float,
         layers=layers,
         curves=knee_curves(layers, timer, found, limit=spec.shared_bytes_per_block, others=pictured),
     )
-
-
-def _known(name: str, names: Collection[str], noun: str, otherwise: str) -> None:
-    if name not in names:
-        raise CliError(f"no {noun} is called {name!r}; {hint(name, names, otherwise)}")
 
 
 def _measured(
@@ -281,7 +292,7 @@ def _measured(
         decoder.close()
     return _Result(
         offers=offered(stored, decoder.backend, tuning.k_chunk, budgets.decode, asked, services, output, force=force),
-        title=f"{stored.name} at {stored.recipe.bits} bits on {tuning.device}",
+        title=_("{model} at {bits} bits on {device}", model=stored.name, bits=stored.recipe.bits, device=tuning.device),
         device=tuning.device,
         budget_percent=budgets.decode,
         found=Configuration(
@@ -313,14 +324,14 @@ def _show(result: _Result, output: Output) -> None:
     blocks = found.n_tb_max is not None
     output.text(result.title)
     output.text()
-    rows = [["layer", "outputs", "inputs", "k_chunk", *(["n_tb"] if blocks else []), "slower"]]
+    rows = [[_("layer"), _("outputs"), _("inputs"), "k_chunk", *(["n_tb"] if blocks else []), _("slower")]]
     chosen = [curve for curve in result.curves if curve.n_tb == found.n_tb[curve.kind]]
     layers, curves = {layer.kind: layer for layer in result.layers}, {curve.kind: curve for curve in chosen}
     for key, k_chunk in found.k_chunk.items():
         kind = layer_kind(key)
         extra = [str(found.n_tb[kind])] if blocks else []
-        share = f"{100 * (_between(curves[kind].points, k_chunk) - 1):.1f} %"
-        rows.append([layer_words(key), str(layers[kind].n), str(layers[kind].k), str(k_chunk), *extra, share])
+        share = localized(f"{100 * (_between(curves[kind].points, k_chunk) - 1):.1f} %")
+        rows.append([reported(layer_words(key)), str(layers[kind].n), str(layers[kind].k), str(k_chunk), *extra, share])
     output.table(rows)
     output.text()
     size = shutil.get_terminal_size()
@@ -330,7 +341,7 @@ def _show(result: _Result, output: Output) -> None:
     if result.prompts is not None:
         output.text(prompt_words(result.prompts))
     if result.certificate is not None:
-        output.text(result.certificate.line(result.certificate.ways[-1]))
+        output.text(reported(result.certificate.line(result.certificate.ways[-1])))
     if result.offers is not None:
         for line in lines(result.offers):
             output.text(line)
@@ -345,18 +356,29 @@ def _between(points: Sequence[tuple[int, float]], k_chunk: int) -> float:
 
 def _verdict(result: _Result) -> str:
     predicted = result.found.predicted_slowdown_percent
-    budget = f"of the {result.budget_percent:g} % allowed"
     if result.measured_slowdown_percent is None:
-        return f"predicted slowdown {predicted:.1f} % {budget}; simulated in {result.seconds:.2f} s"
-    won = ""
+        return _(
+            "predicted slowdown {slower:.1f} % of the {budget:g} % allowed; simulated in {seconds:.2f} s",
+            slower=predicted,
+            budget=result.budget_percent,
+            seconds=result.seconds,
+        )
+    parts = [
+        _(
+            "measured slowdown {slower:.1f} % of the {budget:g} % allowed ({how})",
+            slower=result.measured_slowdown_percent,
+            budget=result.budget_percent,
+            how=_("refined on a text") if result.refined else _("the layers alone: {slower:.1f} %", slower=predicted),
+        )
+    ]
     if result.won is not None:
-        won = f"; recovers about {result.won:.0%} of what low bits lose"
-    source = "from the saved profile, which took" if result.cached else "found in"
-    how = "refined on a text" if result.refined else f"the layers alone: {predicted:.1f} %"
-    return (
-        f"measured slowdown {result.measured_slowdown_percent:.1f} % {budget} ({how})"
-        f"{won}; {source} {result.seconds:.1f} s"
+        parts.append(_("recovers about {share:.0%} of what low bits lose", share=result.won))
+    parts.append(
+        _("from the saved profile, which took {seconds:.1f} s", seconds=result.seconds)
+        if result.cached
+        else _("found in {seconds:.1f} s", seconds=result.seconds)
     )
+    return "; ".join(parts)
 
 
 def _list_devices(output: Output) -> None:
@@ -365,10 +387,12 @@ def _list_devices(output: Output) -> None:
     if output.as_json:
         output.result({"devices": [asdict(device) for device in DEVICES.values()]})
         return
-    rows = [["device", "memory", "GB/s", "PCIe GB/s", "SMs", "name"]]
+    rows = [[_("device"), _("memory"), "GB/s", "PCIe GB/s", "SMs", _("name")]]
     for spec in DEVICES.values():
         memory = f"{spec.memory_bytes / (1 << 30):.0f} GiB"
-        rows.append([spec.id, memory, f"{spec.memory_gb_s:g}", f"{spec.pcie_gb_s:g}", str(spec.sm_count), spec.name])
+        rows.append(
+            [spec.id, memory, number(spec.memory_gb_s, "g"), number(spec.pcie_gb_s, "g"), str(spec.sm_count), spec.name]
+        )
     output.table(rows)
 
 
@@ -427,7 +451,7 @@ def offers_json(offers: Offers) -> dict[str, Any]:
 
 def lines(offers: Offers) -> Iterator[str]:
     """For the user: the best way first."""
-    yield f"best within the budget: {offers.words(offers.chosen)}"
+    yield _("best within the budget: {way}", way=reported(offers.words(offers.chosen)))
     for way in offers.ways:
         if way != offers.chosen:
-            yield f"  also measured: {offers.words(way)}"
+            yield _("  also measured: {way}", way=reported(offers.words(way)))

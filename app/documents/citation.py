@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from app.conversation import Passage
-from app.language import _, ngettext
+from app.language import _, localized, ngettext, number
 
 NOTHING = _("nothing about this was found in the documents, and the model was told so")
 
@@ -14,7 +14,7 @@ NOTHING = _("nothing about this was found in the documents, and the model was to
 def place(passage: Passage) -> str:
     """Where a passage stands in its file: `lines 3–9`, `page 4`."""
     one = passage.first == passage.last
-    where, count = (f"{passage.first:,}", 1) if one else (f"{passage.first:,}–{passage.last:,}", 2)
+    where, count = (number(passage.first, ","), 1) if one else (localized(f"{passage.first:,}–{passage.last:,}"), 2)
     if passage.unit == "page":
         return ngettext("page {where}", "pages {where}", count, where=where)
     return ngettext("line {where}", "lines {where}", count, where=where)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from app.amounts import byte_count
 from app.conversation import Message, Passage
 from app.documents.citation import place
 from app.language import ngettext
-from runtime.errors import byte_count
 
 WHOLE_SHARE = 0.5
 """Largest share of the context that a document takes whole; a longer one is searched."""

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from app.language import _
+from app.language import _, number
 from app.printable import printable_name
 from app.tools.config import Secrets, ServerConfig, ToolsError
 from app.tools.contents import MAX_DESCRIPTION, clean, mended_schema, resource_text, text_of
@@ -160,7 +160,7 @@ class Server:
         async def report(progress: float, total: float | None, message: str | None) -> None:
             nonlocal heard
             heard = loop.time()
-            share = _("{progress:g} of {total:g}", progress=progress, total=total) if total else f"{progress:g}"
+            share = _("{progress:g} of {total:g}", progress=progress, total=total) if total else number(progress, "g")
             tell(self._shown(f"{share} {message or ''}".strip(), 200))
 
         wire = self._wire_or_raise()
@@ -487,9 +487,9 @@ class Server:
     def _checked_tools(self, found: Sequence[Any], notes: list[str]) -> list[ServerTool]:
         """The tools whose entries can be used; one that can't costs no other."""
         kept: dict[str, ServerTool] = {}
-        for number, entry in enumerate(found, 1):
+        for place, entry in enumerate(found, 1):
             try:
-                tool = self._tool(entry, number)
+                tool = self._tool(entry, place)
             except ToolsError as error:
                 notes.append(str(error))
                 continue

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
+from app.amounts import byte_count
 from app.conversation import DRAFTS, Statistics
-from app.language import _, ngettext
+from app.language import _, localized, ngettext, number
 from runtime.compensation import Compensation
-from runtime.errors import byte_count
 
 SEPARATOR = " · "
 
@@ -24,9 +24,8 @@ def token_count(count: int, of: int | None = None) -> str:
     if count < 1000:
         return str(count)
     thousands = count / (1024 if (count if of is None else of) % 1024 == 0 else 1000)  # as makers write contexts: 8k
-    return (
-        f"{thousands:.0f}k" if thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05 else f"{thousands:.1f}k"
-    )
+    whole = thousands >= 99.95 or abs(thousands - round(thousands)) < 0.05
+    return f"{number(thousands, '.0f' if whole else '.1f')}k"
 
 
 def bit_count(bits: float) -> str:
@@ -57,8 +56,8 @@ def compensated(k_chunk: Mapping[str, int] | int | None) -> bool:
 
 def percent(value: float) -> str:
     """A percentage: `4.2 %`; below 0.05 % it is `0 %`."""
-    text = f"{value:.1f}".removesuffix(".0")
-    return f"{'0' if text == '-0' else text} %"
+    text = format(value, ".1f").removesuffix(".0")
+    return localized(f"{'0' if text == '-0' else text} %")
 
 
 def rate(tokens_per_s: float) -> str:

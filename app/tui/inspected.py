@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len, set_cell_size
 
-from app.language import _, ngettext
+from app.language import _, localized, ngettext, number
 from app.printable import printable_name
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def share(probability: float | None) -> str:
     """A probability: `81.3 %`, `< 0.1 %`."""
     if probability is None:
         return "–"
-    return f"{100 * probability:.1f} %" if probability >= 0.0005 else "< 0.1 %"
+    return localized(f"{100 * probability:.1f} %" if probability >= 0.0005 else "< 0.1 %")
 
 
 def verdicts(token: InspectedToken) -> list[str]:
@@ -179,7 +179,7 @@ def _shown_candidates(token: InspectedToken, most: int) -> list[int]:
 
 
 def _figures(probability: float | None, logit: float | None, bar: int) -> str:
-    told = "" if logit is None else f"{logit:.1f}"
+    told = "" if logit is None else number(logit, ".1f")
     return f"{share(probability):>7} {told:>6} {_cell(_bar(probability or 0.0, bar), bar)}   "
 
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from app.amounts import Estimate
+from app.amounts import Estimate, byte_count
 from app.errors import ClientError
-from app.language import _, english
-from runtime.errors import byte_count
+from app.language import _, number
+from app.reports import reported
 
 if TYPE_CHECKING:
     from models.progress import Progress
@@ -127,7 +127,7 @@ class Job:
             rate = (
                 f"{byte_count(self.speed)}/s"
                 if self._bytes
-                else f"{self.speed:.3g} {UNITS.get(self.unit, self.unit)}/s"
+                else f"{number(self.speed, '.3g')} {UNITS.get(self.unit, self.unit)}/s"
             )
             parts.append(rate)
         if self.left:
@@ -173,7 +173,7 @@ class Meter:
         self.job = replace(
             self.job,
             phase=progress.phase,
-            message=progress.message if english() or progress.phase == "wait" else "",
+            message=progress.message if progress.phase == "wait" else reported(progress.message, ""),
             done=progress.done,
             total=progress.total,
             unit=progress.unit,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.amounts import duration, prompt_words, refinement
-from app.language import _, ngettext
+from app.amounts import byte_count, duration, prompt_words, refinement
+from app.language import _, localized, ngettext
 from app.prospects import recommended
+from app.reports import reported
 from app.tui.figures import SEPARATOR, percent
 from runtime.compensation import layer_kind, layer_words
-from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, PromptTuning, Prospect, Tuning
@@ -92,8 +92,8 @@ def machine_lines(report: DeviceReport) -> Lines:
             _("{speed:.1f} GB/s read, measured", speed=bandwidth_gb_s) if bandwidth_gb_s else _("not measured yet"),
         )
     )
-    lines.append((_("power"), str(machine.get("power") or "")))
-    lines.append((_("runs on"), _joined([machine.get("backend"), machine.get("reason")])))
+    lines.append((_("power"), reported(str(machine.get("power") or ""))))
+    lines.append((_("runs on"), _joined([machine.get("backend"), reported(machine.get("reason") or "")])))
     lines.append(
         (
             _("blocks"),
@@ -177,7 +177,7 @@ def tuning_lines(tuning: Tuning, prompts: PromptTuning | None = None) -> Lines:
     taken = _("in {time}", time=duration(tuning.seconds)) if tuning.seconds else ""
     shown = [] if tuning.refined else [_("{percent} predicted", percent=percent(predicted))]
     return [
-        (_("budget"), f"{tuning.budget_percent:g} %"),
+        (_("budget"), localized(f"{tuning.budget_percent:g} %")),
         (_("slowdown"), _joined([*shown, _("{percent} measured", percent=percent(measured))])),
         (_("tuned"), _joined([_("on {device}", device=tuning.device), taken, tuning.date[:10]])),
         (_("choice"), refinement(tuning)),
@@ -191,7 +191,7 @@ def layer_rows(tuning: Tuning) -> list[list[str]]:
     rows = [[_("layer"), "n_tb", "k_chunk"] if blocks else [_("layer"), "k_chunk"]]
     for kind, k_chunk in tuning.k_chunk.items():
         n_tb = [str(tuning.n_tb.get(layer_kind(kind), "–"))] if blocks else []
-        rows.append([layer_words(kind), *n_tb, str(k_chunk)])
+        rows.append([reported(layer_words(kind)), *n_tb, str(k_chunk)])
     return rows
 
 

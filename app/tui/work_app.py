@@ -12,6 +12,7 @@ from textual import on
 from app import settings as stored
 from app.errors import ClientError
 from app.language import _
+from app.reports import reported
 from app.settings import Settings, SettingsError
 from app.tui.keys import KEYS, VIM_MOVES, OrderedKeys, keymap_of
 from app.tui.messages import (
@@ -144,7 +145,7 @@ class WorkApp(PlainApp, OrderedKeys):
     async def _tune(self, *, force: bool) -> None:
         if await self.session.tune(force=force):
             for problem in await self.session.without_effect():
-                self.notify(f"{problem.what}: {problem.fix}", severity="warning", timeout=15)
+                self.notify(f"{reported(problem.what)}: {reported(problem.fix)}", severity="warning", timeout=15)
 
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:

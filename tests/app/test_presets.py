@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app import presets
+from app.language import in_all_languages
 from app.settings import SettingsError
 
 
@@ -19,6 +20,20 @@ def test_some_come_with_the_program(tmp_path: Path) -> None:
     assert found == dict(presets.BUNDLED)
     assert list(found) == sorted(found, key=str.casefold)
     assert not any(presets.name_problem(name) for name in found)
+
+
+def test_unchanged_ones_are_in_the_language_of_today(tmp_path: Path) -> None:
+    brief = presets.BUNDLED["Brief"]
+    german = dict(zip(in_all_languages("Brief"), in_all_languages(brief), strict=True))
+    short, text = list(german.items())[1]
+    assert (short, text) != ("Brief", brief)
+    file = tmp_path / "presets.toml"
+    presets.save({short: text, "Coder": "Mine."}, file)
+    assert presets.load(file) == {"Brief": brief, "Coder": "Mine."}
+    presets.save({short: text, "Brief": "Mine."}, file)
+    assert presets.load(file) == {short: text, "Brief": "Mine."}
+    presets.save({short: f"{text}!"}, file)
+    assert presets.load(file) == {short: f"{text}!"}
 
 
 def test_what_is_kept_is_all_there_is(tmp_path: Path) -> None:

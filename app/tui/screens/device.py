@@ -13,9 +13,11 @@ from textual.containers import Grid, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Sparkline
 
+from app.amounts import byte_count
 from app.errors import ClientError
 from app.language import _
 from app.printable import printable
+from app.reports import reported
 from app.tui.figures import compensated, k_chunk_text, rate
 from app.tui.machine import Lines, chosen_curve, layer_rows, machine_lines, tuning_lines
 from app.tui.messages import TuneAsked
@@ -25,7 +27,6 @@ from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.knee_chart import KneeChart
 from app.tui.widgets.progress_panel import ProgressPanel
-from runtime.errors import byte_count
 
 if TYPE_CHECKING:
     from runtime.wire.device import DeviceReport, Tuning
@@ -133,7 +134,9 @@ class DeviceScreen(Screen[None]):
         self.query_one("#device-machine", Plain).update(listed(machine_lines(report)))
         problems = self.query_one("#device-problems", Plain)
         problems.display = bool(report.problems)
-        problems.update("\n".join(f"! {problem.what}\n  → {problem.fix}" for problem in report.problems))
+        problems.update(
+            "\n".join(f"! {reported(problem.what)}\n  → {reported(problem.fix)}" for problem in report.problems)
+        )
         tuning = report.tuning if report.tuning is not None and report.tuning.budget_percent else None
         self.query_one("#device-tuning", Plain).update(
             Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning, report.prompts))

@@ -22,7 +22,7 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Button, Input, RadioSet, TextArea
 
-from app.language import _
+from app.language import _, number
 from app.paths import links_dir
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
@@ -287,7 +287,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             yield Plain(_("Bits per weight"))
             with RadioSet(compact=True, id="quantize-bits"):
                 for bits, words in BITS.items():
-                    yield Choice(f"{bits:g} · {words}", value=bits == Recipe().bits)
+                    yield Choice(f"{number(bits, 'g')} · {words}", value=bits == Recipe().bits)
             yield Plain(_("Method"))
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():

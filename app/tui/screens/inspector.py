@@ -14,7 +14,7 @@ from textual.containers import Container, Vertical
 from textual.screen import Screen
 
 from app.errors import ClientError
-from app.language import _
+from app.language import _, localized
 from app.tui.figures import SEPARATOR, fitting
 from app.tui.inspected import (
     LEGENDS,
@@ -149,7 +149,7 @@ class InspectorScreen(Screen[None]):
         told = [_("{at} of {count}", at=at + 1, count=len(self._told.tokens)), shown(own.text), share(own.probability)]
         if own.logit is not None:
             told.append(
-                f"logit {own.logit:.2f}"
+                localized(f"logit {own.logit:.2f}")
                 if own.base_logit is None
                 else _("logit {own:.2f}, without compensation {base:.2f}", own=own.logit, base=own.base_logit)
             )

@@ -13,7 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from app.amounts import perplexity
+from app.amounts import byte_count, perplexity
 from app.errors import ClientError
 from app.language import _
 from app.printable import printable_name
@@ -30,7 +30,6 @@ from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from models.catalogue import KNOWN
 from models.recipe import GOOD_FOR, SMALLEST_BITS, Recipe
-from runtime.errors import byte_count
 from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:

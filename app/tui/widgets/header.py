@@ -8,12 +8,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
+from app.amounts import byte_count
 from app.language import _
 from app.printable import printable_name
 from app.tui.figures import SEPARATOR, bit_count, budget_text, k_chunk_text
 from app.tui.plain import Plain
 from app.tui.session import Session
-from runtime.errors import byte_count
 from runtime.kv.kinds import DEFAULT_KV
 from runtime.wire.answers import BASE
 

@@ -14,6 +14,8 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
+from app.language import localized
+
 Points = Sequence[tuple[int, float]]
 
 DOTS_X, DOTS_Y = 2, 4
@@ -63,7 +65,7 @@ class KneeChart(Widget):
             ]
         else:
             low, high = self._span
-            label = f"{high:.2f}×" if y == 1 else f"{low:.2f}×" if y == rows else ""
+            label = localized(f"{high:.2f}×" if y == 1 else f"{low:.2f}×" if y == rows else "")
             cells = [Segment(label.rjust(LABEL_CELLS - 1) + " ", self._style("knee--axis"))]
             front, back = self._plots(width - LABEL_CELLS, rows)
             for ahead, behind in zip(front[y - 1], back[y - 1], strict=True):

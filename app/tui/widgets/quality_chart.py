@@ -9,7 +9,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from app.language import _
+from app.language import _, localized
 from app.tui.figures import percent, share_words
 from app.tui.widgets.knee_chart import plot
 
@@ -89,7 +89,7 @@ def axis(width: int, last: float, budget: float | None) -> str:
     end = percent(last)
     line = list("0" + "─" * (width - 1 - len(end)) + end)
     if budget:
-        mark = f"▲{budget:g} %"
+        mark = localized(f"▲{budget:g} %")
         place = round(min(1.0, budget / last) * (width - 1))
         if place + len(mark) > width - len(end) - 1:  # put the number on the other side of its mark
             mark = mark[1:] + mark[0]

@@ -10,13 +10,14 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Select, TextArea
 
-from app.language import _, ngettext
+from app.amounts import byte_count
+from app.language import _, localized, ngettext
+from app.reports import reported
 from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsError, Value, check
 from app.tui.figures import SEPARATOR, compensated, percent, rate, setting_name, share_words, token_count
 from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
-from runtime.errors import byte_count
 from runtime.kv.kinds import CHAT_KINDS, DEFAULT_KV, SPECULATIVE_KV
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class BudgetRow(SettingRow):
         """Buttons, the field for a custom number, the problem, the effect."""
         value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
         at = CHOICES.index(value) if value in CHOICES else CUSTOM
-        labels = [*(f"{choice:g} %" if choice else _("off") for choice in CHOICES), _("custom")]
+        labels = [*(localized(f"{choice:g} %") if choice else _("off") for choice in CHOICES), _("custom")]
         with Vertical(classes="budget-body"):
             with Horizontal(classes="setting-line"):
                 yield Plain(_("budget"), classes="setting-name")
@@ -275,7 +276,9 @@ def effect(
         _("{speed} in the last answer", speed=rate(speed)) if speed is not None else _("tok/s: after the next answer")
     )
     if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
-        lines += [f"{problem.what} → {problem.fix}" for problem in report.problems]  # why the budget has no effect
+        lines += [
+            f"{reported(problem.what)} → {reported(problem.fix)}" for problem in report.problems
+        ]  # why the budget has no effect
     return lines
 
 
@@ -342,7 +345,8 @@ class OfferRow(Horizontal):
         self.changes = {} if offer is None else changes(offer)
         taken = bool(self.changes) and all(_typed(settings, key) == value for key, value in self.changes.items())
         none = NONE if settings.k_chunk is None else OVERRIDDEN
-        words = none if offer is None else _("in use: {offer}", offer=offer.words) if taken else offer.words
+        words = none if offer is None else reported(offer.words)
+        words = _("in use: {offer}", offer=words) if taken else words
         self.query_one("#offer-words", Plain).update(words)
         self.query_one(Button).disabled = offer is None or taken
 
