@@ -271,17 +271,17 @@ class Recipe:
         return cls(**data)
 
 
-def chosen_method(asked: AskedMethod, group_size: int | None = None, *, experts: bool = False) -> Method:
+def chosen_method(asked: AskedMethod, group_size: int | None = None, *, latent: bool = False) -> Method:
     """The method that was asked for; for `auto`, the one that loses least.
 
-    A trellis loses a third of what uniform codes do, in fewer bytes (docs/decisions/models.md). Experts of a mixture,
-    and groups of another size than the default, have uniform codes.
+    A trellis loses a third of what uniform codes do, in fewer bytes (docs/decisions/models.md). Models with latent
+    attention, and groups of another size than the default, have uniform codes.
     """
     if asked == "kept":
         raise QuantizationError("weights that are kept have the bits of their file; no method is chosen by bits")
     if asked != "auto":
         return asked
-    return DEFAULT_METHOD if experts or group_size not in (None, DEFAULT_GROUP_SIZE) else "trellis"
+    return DEFAULT_METHOD if latent or group_size not in (None, DEFAULT_GROUP_SIZE) else "trellis"
 
 
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Recipe)}

@@ -12,7 +12,7 @@ from models.store import Store, StoredModelInfo
 
 
 def for_checkpoint(recipe: Recipe | None, folder: Path, method: AskedMethod = "auto") -> Recipe:
-    """The recipe for a checkpoint, once it is at hand: `auto` asks whether it has experts, `kept` for its own bits.
+    """The recipe for a checkpoint, once it is at hand: `auto` asks for latent attention, `kept` for its own bits.
 
     Args:
         recipe: What was asked for; None for `kept`.
@@ -26,8 +26,8 @@ def for_checkpoint(recipe: Recipe | None, folder: Path, method: AskedMethod = "a
 
     if recipe is None:
         return keeping(folder)
-    if method == "auto" and recipe.trellis and Checkpoint.open(folder).spec.mixture is not None:
-        return replace(recipe, method=chosen_method("auto", experts=True))
+    if method == "auto" and recipe.trellis and Checkpoint.open(folder).spec.latent is not None:
+        return replace(recipe, method=chosen_method("auto", latent=True))
     return recipe
 
 

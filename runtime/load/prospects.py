@@ -141,7 +141,7 @@ def _sizes(spec: ModelSpec) -> Mapping[float, Sizes]:
 def _recipe(spec: ModelSpec, bits: float) -> Recipe:
     """The default recipe; between 3 and 4 bits every other block has 4, and which ones does not affect the size."""
     mixed = tuple(4 - at % 2 for at in range(spec.num_layers)) if bits % 1 else None
-    method = chosen_method("auto", experts=spec.mixture is not None)
+    method = chosen_method("auto", latent=spec.latent is not None)
     return Recipe(method=method, bits=bits, block_bits=mixed)
 
 

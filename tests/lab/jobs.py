@@ -113,6 +113,7 @@ JOBS = (
         "full,points,stored,qoq,budgets,answers",
     ),
     Job("quality", 30, f"quality --smollm2 {{smollm2}} --only peers,closeness {_PEER}", "peers,closeness"),
+    Job("mixture", 20, "mixture --smollm2 {smollm2}"),
     Job("tool_calls", 10, "tool_calls {four}"),
     Job("kernels", 20, "kernels"),
     Job("products", 5, "kernels --products"),

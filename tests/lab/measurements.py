@@ -484,6 +484,15 @@ SECTIONS = (
         "whose own median fits.",
     ),
     Section("Methods at 3 bits", "quality", methods, "points,stored"),
+    Section(
+        *(
+            "Experts of real weights",
+            "mixture",
+            plain("bits", "method", "mb:MB", "k_chunk", "kl:KL:.3f", "same_percent:same token, %:.1f"),
+        ),
+        note="SmolLM2 with each MLP cut into four experts, of which a token goes to all; along answers, as its "
+        "certificate has them.",
+    ),
     Section("How salient channels are chosen", "quality", selectors, "points", "3 bits, plain."),
     Section(
         *("Bits of the residuals at equal bytes", "quality", residuals, "points"),

@@ -150,10 +150,12 @@ def test_an_interrupted_run_makes_the_same_model(checkpoint: Path, tmp_path: Pat
         assert path.read_bytes() == (cut.open("m").path / path.name).read_bytes(), path.name
 
 
-def test_auto_takes_uniform_codes_for_experts(checkpoint: Path) -> None:
+def test_auto_takes_uniform_codes_for_latent_attention_alone(checkpoint: Path, tmp_path: Path) -> None:
     chosen = Recipe(method=chosen_method("auto"), bits=3)
     assert chosen.trellis
-    assert for_checkpoint(chosen, checkpoint) == Recipe(method="gptq", bits=3)
+    assert for_checkpoint(chosen, checkpoint) == chosen
+    random_case("deepseek-v2").save_pretrained(tmp_path)
+    assert for_checkpoint(chosen, tmp_path) == Recipe(method="gptq", bits=3)
     assert chosen_method("auto", 128) == "gptq"
     assert chosen_method("rtn") == "rtn"
 
