@@ -161,7 +161,7 @@ class ModelBuilder:
             ModelError: the checkpoint, the recipe or the name is invalid, or the work was stopped.
         """
         check_needed(MAKING)  # before anything is downloaded
-        from models.quantize import for_checkpoint, quantize
+        from models.quantize import for_checkpoint, kept_by_default, quantize
 
         asked = {name: getattr(request, name) for name in ("group_size", "residual_bits", "smooth_attention")}
         usual = {name: value for name, value in asked.items() if value != getattr(Recipe(), name)}
@@ -170,7 +170,8 @@ class ModelBuilder:
             method = chosen_method(request.method, request.group_size)
             recipe = Recipe.usual(method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
-        recipe = for_checkpoint(recipe, checkpoint, request.method)
+        kept = kept_by_default(checkpoint) if request.keep else None
+        recipe = kept or for_checkpoint(recipe, checkpoint, request.method)
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(
                 checkpoint,
