@@ -14,11 +14,15 @@ METHODS: tuple[Method, ...] = get_args(Method)
 """All methods."""
 KEPT = "kept"
 """In place of a method: weights that are low-bit already stay as they are (`models.quantize.kept`)."""
-KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6}
 """Types of GGUF files that are kept, by the bits of their codes."""
+TWO_LEVELS: Mapping[str, int] = {"Q4_K": 32, "Q6_K": 16}
+"""Those of them whose groups have factors in whole numbers, and share half-precision ones in `SUPER_GROUP`; by their
+groups."""
+SUPER_GROUP = 256
 KEPT_GROUP_SIZE = 32
-"""Input channels that share a scale in these."""
-KEEPS = "a GGUF file's Q4_0, Q4_1 and Q8_0, bit for bit"
+"""Input channels that share a scale in the others."""
+KEEPS = "a GGUF file's Q4_0, Q4_1, Q8_0, Q4_K and Q6_K, bit for bit"
 """Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes, or `KEPT`."""
@@ -196,9 +200,9 @@ class Recipe:
         """Whether matrices have two levels of scales: of an output channel, and of its groups."""
         return self.per_token and self.group_size > 0
 
-    def group_of(self, width: int) -> int:
-        """Input channels that share a scale in a matrix with so many, a multiple of 32."""
-        return self.group_size or -(-width // 32) * 32
+    def group_of(self, width: int, name: str = "") -> int:
+        """Input channels that share a scale in the linear layer `name` with so many; a multiple of 32, or 16."""
+        return TWO_LEVELS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
 
     @property
     def mixed(self) -> bool:

@@ -48,6 +48,7 @@ from models.packing import unpack
 from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
+from models.recipe import TWO_LEVELS
 from models.rope import frequencies
 from models.spec import LAYER_TYPES
 from models.store import StoredModel
@@ -88,6 +89,8 @@ class GgufWriter:
     """
 
     def __init__(self, model: StoredModel, residuals: bool) -> None:
+        if TWO_LEVELS.keys() & (model.recipe.types or {}).values():
+            raise refusal(model, "it has the weights of such a file as they are there; use that file")
         self._model, self._spec, self._residuals = model, model.spec, residuals
         self._family = FAMILIES[model.spec.family]
         self._architecture = self._checked_architecture()

@@ -1,14 +1,15 @@
-"""Weights that are low-bit already, kept in their own lattice: Q4_0, Q4_1 and Q8_0 of GGUF files, bit for bit.
+"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, bit for bit.
 
 The parts of a fused matrix may differ: Q4_0 is written as Q4_1, whose minimum is -8 scales, or as Q8_0 with codes 120
-higher, where another part is one; both are exact. A head of another type is rounded to Q8_0, so that the QAT
-files with 4-bit blocks and a head of 16 or 6 bits need no second rounding of their blocks.
+higher, and Q4_K as Q6_K, where another part is one; all are exact. A head of another type is rounded to Q8_0, so that
+the QAT files with 4-bit blocks and a head of 16 or 6 bits need no second rounding of their blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -20,10 +21,10 @@ from models.gguf.tensors import GgufTensor, Lattice
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
-from models.recipe import KEPT, KEPT_BITS, KEPT_GROUP_SIZE, Recipe
+from models.recipe import KEPT, KEPT_BITS, KEPT_GROUP_SIZE, TWO_LEVELS, Recipe
 from models.store.tensors import Array
 
-_ALSO = {"Q4_0": {"Q4_1", "Q8_0"}}
+_ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}}
 """Types as which another can be written, exactly."""
 
 
@@ -87,19 +88,24 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
         joined = torch.from_numpy(np.concatenate(arrays))
         return np.ascontiguousarray(checkpoint.in_order(name, joined).numpy())
 
+    def together(part: str) -> Array | None:
+        arrays = [getattr(own, part) for own in lattices]
+        return None if arrays[0] is None else rows(arrays)
+
     bits = KEPT_BITS[kind]
-    codes, scales = rows([own.codes for own in lattices]), rows([own.scales for own in lattices])
-    minimums = [own.minimums for own in lattices if own.minimums is not None]
+    codes, scales = (rows([getattr(own, part) for own in lattices]) for part in ("codes", "scales"))
     bias = checkpoint.bias(name)
     return PackedLinear(
         name=name,
         shape=(codes.shape[0], codes.shape[1]),
         bits=bits,
-        group_size=KEPT_GROUP_SIZE,
+        group_size=TWO_LEVELS.get(kind, KEPT_GROUP_SIZE),
         codes=pack(codes, bits),
         scales=scales,
         zeros=np.full(scales.shape, 8, np.uint8) if kind == "Q4_0" else None,
-        minimums=rows(minimums) if minimums else None,
+        minimums=together("minimums"),
+        group_scales=together("group_scales"),
+        group_minimums=together("group_minimums"),
         bias=None if bias is None else bias.numpy(),
         residual=None,
         rank_maximum=None,
@@ -113,7 +119,12 @@ def _as(part: GgufTensor, kind: str) -> Lattice:
     if own.kind == kind:
         return own
     if kind == "Q8_0":
-        return Lattice(kind=kind, codes=own.codes + np.uint8(120), scales=own.scales, minimums=None)
+        return Lattice(kind=kind, codes=own.codes + np.uint8(120), scales=own.scales)
+    if kind == "Q6_K":
+        assert own.group_scales is not None
+        assert own.group_minimums is not None
+        halves = {name: getattr(own, name).repeat(2, axis=1) for name in ("group_scales", "group_minimums")}
+        return replace(own, kind=kind, **halves)
     minimums = own.scales * np.float16(-8)
     if not np.isfinite(minimums).all():
         raise QuantizationError(f"{part.path}: scales of '{part.name}' are too large to be kept beside Q4_1")
@@ -128,4 +139,4 @@ def _rounded(weight: torch.Tensor) -> Lattice:
     scales = (np.abs(groups).max(-1) / np.float32(127)).astype(np.float16)
     divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     codes = np.clip(np.rint(groups / divisors), -127, 127).astype(np.int8).view(np.uint8) ^ np.uint8(128)
-    return Lattice(kind="Q8_0", codes=codes.reshape(whole.shape), scales=scales, minimums=None)
+    return Lattice(kind="Q8_0", codes=codes.reshape(whole.shape), scales=scales)

@@ -167,6 +167,7 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
             continue
         linear = model.linear(name)
         found |= {own[linear.bits] for own in _stored(linear) if linear.bits in own}
+        found |= {units.REPACK_UNIFORM[4]} if linear.bits == op.SIX else set()  # two planes
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
     return sorted(found, key=lambda unit: unit.name)
@@ -180,6 +181,8 @@ def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
         return units.W4A8, units.REPACK_UNIFORM
     if linear.codebook is not None:
         return units.CODEBOOK, units.REPACK_CODEBOOK
+    if linear.group_minimums is not None:
+        return units.TWO_LEVELS, units.REPACK_UNIFORM
     return units.UNIFORM if linear.minimums is None else units.MINIMUMS, units.REPACK_UNIFORM
 
 

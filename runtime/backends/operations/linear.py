@@ -51,9 +51,10 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return torch.from_numpy(values).gather(1, _codes(linear).long())
     if linear.zeros is None:
+        scales, minimums = linear.factors
         weights = _codes(linear) - _zeros(linear)
-        weights *= _spread(linear.scales, linear)
-        return weights if linear.minimums is None else weights + _spread(linear.minimums, linear)
+        weights *= _spread(scales, linear)
+        return weights if minimums is None else weights + _spread(minimums, linear)
     if linear.per_token:
         return integer_weights(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
@@ -133,7 +134,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     """
     weights = (_levels if linear.trellis else _codes)(linear).to(torch.int64)
     activations = codes.to(torch.int64)
-    weight_scales = torch.from_numpy(linear.scales.astype(np.float64))
+    own_scales, minimums = linear.factors
+    weight_scales = torch.from_numpy(own_scales.astype(np.float64))
     groups = scales.shape[1]
     if linear.trellis:
         weight_scales = weight_scales.expand(-1, groups)
@@ -151,8 +153,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
         dots = activations[:, group] @ weights[:, group].T
         sums = activations[:, group].sum(dim=1, keepdim=True)
         y += (dots - sums * zeros[:, g]) * scales[:, g : g + 1].double() * weight_scales[:, g]
-        if linear.minimums is not None:
-            y += sums * scales[:, g : g + 1].double() * torch.from_numpy(linear.minimums[:, g].astype(np.float64))
+        if minimums is not None:
+            y += sums * scales[:, g : g + 1].double() * torch.from_numpy(minimums[:, g].astype(np.float64))
     return y if linear.bias is None else y + torch.from_numpy(linear.bias.astype(np.float64))
 
 

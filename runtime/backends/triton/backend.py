@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
+from models.recipe import TWO_LEVELS
 from models.spec import UNGATED, ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
@@ -56,6 +57,8 @@ class TritonBackend:
         several rows share of one.
         """
         _check(spec)
+        if sizes.recipe is not None and (types := TWO_LEVELS.keys() & (sizes.recipe.types or {}).values()):
+            raise BackendError(f"there are no GPU kernels for weights as GGUF files have them in {min(types)}")
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names(experts=1):
             N, K = spec.linear_shape(name)

@@ -22,6 +22,7 @@ import numba
 from llvmlite import ir
 from numba import types
 
+from models.recipe import SUPER_GROUP
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.activation import quad_at, quad_step, row_step
@@ -63,6 +64,7 @@ from runtime.backends.cpu.machine.vector import (
     fma,
     load_floats,
     load_halves,
+    load_signed,
     load_unsigned,
     mul,
     prefetch,
@@ -84,16 +86,24 @@ class Tile(NamedTuple):
     scales: int  # float16 [G, 16]; [16] with a codebook
     levels: int  # zeros uint8 [G, 16], or codebooks int8 [16, 2^bits]
     blocks: int  # K / 32
-    group_blocks: int  # group_size / 32
+    group_blocks: int  # group_size / 32; 0: half a block is a group
 
 
-def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
-    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
+def emit_unpack(b: Builder, address: Any, bits: int, count: int = 4) -> list[Any]:
+    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels.
+
+    At 6 bits half a block, so four.
+    """
+    if bits == 6:
+        high, low = load(b, BYTES, offset(b, address, 128), 64), emit_unpack(b, address, 4, 2)
+        tops = [shift_left(b, high, 4), shift_left(b, high, 2), high, shift_right(b, high, 2)]
+        pairs = zip(low, tops, strict=True)
+        return [b.or_(code, b.and_(top, constant(BYTES, 48))) for code, top in pairs]
     if bits == 8:
         return [load(b, BYTES, offset(b, address, 64 * j), 64) for j in range(8)]
     if bits == 4:
         vectors = []
-        for i in range(4):
+        for i in range(count):
             pair = load(b, BYTES, offset(b, address, 64 * i), 64)
             vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
         return vectors
@@ -155,20 +165,21 @@ multiply_4 = _multiply(4)
 def _gemv_tile(bits: int, factors: Any) -> Any:
     """The product of a tile with one row; arguments as of `_gemm_tile`."""
     multiply = multiply_4 if bits == 4 else _multiply(bits)
-    block_bytes = BLOCK_BYTES[bits]
+    halves = 2 if bits == 6 else 1
+    block_bytes = BLOCK_BYTES[bits] // halves
 
     @kernel
     def gemv(tile: Tile, x: Quantized) -> Any:
-        total, blocks = zero_floats(), tile.blocks
+        total, blocks = zero_floats(), halves * tile.blocks
         start, group = 0, 0
         while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
+            stop = min(start + max(1, tile.group_blocks), blocks)
             sums = no_chains()
             for block in range(start, stop):
                 base = tile.codes + block * block_bytes
                 for line in range(0, block_bytes, 64):
                     prefetch(base + AHEAD + line)
-                sums = multiply(sums, base, x.codes + BLOCK * block)
+                sums = multiply(sums, base, x.codes + BLOCK // halves * block)
             products = to_floats(whole_sum(sums))
             scale, scaled_zero = factors(tile, group)
             total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
@@ -192,6 +203,19 @@ def _minimums(tile: Tile, group: int) -> Any:
     return load_halves(tile.scales + 32 * group), load_halves(tile.levels + 32 * group)
 
 
+def _two_levels(bits: int) -> Any:
+    """Scales and negative minimums of super-groups in half precision, times those of groups in signed bytes."""
+    groups = SUPER_GROUP // (16 if bits == 6 else 32)
+
+    @routine
+    def factors(tile: Tile, group: int) -> Any:
+        halves, octets = tile.scales + 64 * (group // groups), tile.levels + 32 * group
+        scale = mul(load_halves(halves), load_signed(octets))
+        return scale, mul(load_halves(halves + 32), load_signed(octets + 16))
+
+    return factors
+
+
 @routine
 def _bytes(tile: Tile, group: int) -> Any:
     """Scales in half precision, and the offset of bytes."""
@@ -203,6 +227,8 @@ gemv_tile_3 = _gemv_tile(3, _uniform)
 """Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
 gemv_minimums_tile_4, gemv_tile_8 = _gemv_tile(4, _minimums), _gemv_tile(8, _bytes)
 """Sixteen outputs of a 4-bit matrix with minimums, and of one of 8 bits; arguments as `gemv_tile_4`."""
+gemv_two_levels_tile_4, gemv_two_levels_tile_6 = (_gemv_tile(bits, _two_levels(bits)) for bits in (4, 6))
+"""Sixteen outputs of matrices with two levels of factors; arguments as `gemv_tile_4`."""
 gemv_tile_4 = _gemv_tile(4, _uniform)
 """Sixteen outputs of a 4-bit matrix.
 
@@ -371,22 +397,23 @@ def _gemm_tile(bits: int, rows: int, factors: Any) -> Any:
         factors: Takes the tile and a group for the scales and the scaled zeros of its outputs.
     """
     multiply, finish = sums_of_block(bits, rows), _finish(rows)
-    block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
+    halves = 2 if bits == 6 else 1
+    block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits] // halves
     lines = 0 if bits == 8 else block_bytes  # entries were written a moment ago
 
     @kernel
     def gemm(tile: Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_floats(out + 64 * m, zero_floats())
-        start, group, blocks = 0, 0, tile.blocks
+        start, group, blocks = 0, 0, halves * tile.blocks
         while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
+            stop = min(start + max(1, tile.group_blocks), blocks)
             sums = no_sums()
             for block in range(start, stop):
                 codes = tile.codes + block * block_bytes
                 for line in range(0, lines, 64):
                     prefetch(codes + AHEAD + line)
-                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK * block))
+                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK // halves * block))
             scale, scaled_zero = factors(tile, group)
             finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1
@@ -422,6 +449,10 @@ gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16 = (
 )
 gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16 = (_gemm_tile(8, rows, _bytes) for rows in (4, 8, 16))
 """The same with a 4-bit matrix with minimums, and with one of 8 bits."""
+gemm_two_levels_4, gemm_two_levels_6 = (
+    tuple(_gemm_tile(bits, rows, _two_levels(bits)) for rows in (4, 8, 16)) for bits in (4, 6)
+)
+"""Kernels of 4, 8 and 16 rows with two levels of factors."""
 gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)

@@ -113,6 +113,12 @@ def load_unsigned(b: Builder, address: Any) -> Any:
     return b.sitofp(b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
 
 
+@define(floats16, types.int64)
+def load_signed(b: Builder, address: Any) -> Any:
+    """Sixteen signed bytes as floats."""
+    return b.sitofp(load(b, ir.VectorType(I8, 16), address, 1), FLOATS)
+
+
 @define(types.void, types.int64, floats16)
 def store_floats(b: Builder, address: Any, value: Any) -> None:
     """Store sixteen floats."""

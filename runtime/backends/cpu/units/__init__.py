@@ -48,6 +48,7 @@ UNIFORM = {
 }
 """Products with matrices, by their bits; so are the next."""
 MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
+TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
@@ -101,7 +102,7 @@ def product_unit(weights: op.Weights) -> Unit:
     if weights.trellis:
         return TRELLIS[weights.bits]
     if weights.minimums:
-        return MINIMUMS[weights.bits]
+        return (TWO_LEVELS if weights.minimums == op.TWO_LEVELS else MINIMUMS)[weights.bits]
     return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from models.recipe import SUPER_GROUP
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Residual, Weights
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.activation import code_bytes, row_block
@@ -41,12 +42,16 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_tile_8x4,
     gemm_tile_8x8,
     gemm_tile_8x16,
+    gemm_two_levels_4,
+    gemm_two_levels_6,
     gemv_codebook_tile_3,
     gemv_codebook_tile_4,
     gemv_minimums_tile_4,
     gemv_tile_3,
     gemv_tile_4,
     gemv_tile_8,
+    gemv_two_levels_tile_4,
+    gemv_two_levels_tile_6,
 )
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.trellis import (
@@ -253,6 +258,23 @@ def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1) -> tuple[Any, Any]:
     return _product_of(tile_of, prepare, kernels)
 
 
+def _two_levels(bits: int, *kernels: Any) -> tuple[Any, Any]:
+    """Products with two levels of factors."""
+    block_bytes, groups = BLOCK_BYTES[bits], SUPER_GROUP // BLOCK
+
+    @routine
+    def tile_of(weights: Weights, tile: int) -> Tile:
+        codes, supers = weights.codes + tile * weights.blocks * block_bytes, weights.blocks // groups
+        scales, levels = weights.scales + 64 * tile * supers, weights.zeros + 32 * tile * weights.groups
+        return Tile(codes, scales, levels, weights.blocks, weights.group_blocks)
+
+    @routine
+    def prepare(tile: Tile, _scratch: int) -> Tile:
+        return tile
+
+    return _product_of(tile_of, prepare, kernels)
+
+
 def _decoded(tile_of: Any, decode: Any, one: Any) -> tuple[Any, Any]:
     """Products whose several rows are multiplied with the entries of a tile, which a kernel decodes once."""
 
@@ -282,6 +304,8 @@ _one_8, _several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm
 _one_minimums_4, _several_minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
+_one_two_levels_4, _several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
+_one_two_levels_6, _several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
@@ -359,6 +383,18 @@ def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
     multiply_linear(_one_minimums_4, _several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: codes of 4 bits with two levels of factors."""
+    multiply_linear(_one_two_levels_4, _several_two_levels_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: codes of 6 bits with two levels of factors."""
+    multiply_linear(_one_two_levels_6, _several_two_levels_6, i, control, part, parts, scratch)
 
 
 @compiled_unit

@@ -68,6 +68,8 @@ class HeadOptions:
 class Kernels(Protocol):
     """The operations. Activations that come in are representable in half precision."""
 
+    two_levels: bool
+    """Whether there are products with `models.recipe.TWO_LEVELS`."""
     written: str
     """Tolerance of activations that norms and gates write."""
 

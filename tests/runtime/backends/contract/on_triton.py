@@ -36,6 +36,7 @@ class TritonKernels:
     """
 
     written = "half"
+    two_levels = False
 
     def __init__(self, device: str) -> None:
         self.device = device
