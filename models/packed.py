@@ -94,6 +94,30 @@ def _product(
     return np.repeat(values.astype(np.float32), groups, axis=1) * of_groups.astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lattice:
+    """A low-bit matrix as a checkpoint stores it; groups are those of `models.recipe.KEPT_GROUPS`, or the checkpoint's.
+
+    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; integers: (code - zero) * scale;
+    Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign,
+    and none of Q6_K: there codes are 32 higher.
+    """
+
+    kind: str
+    codes: npt.NDArray[np.uint8]
+    """uint8 [N, K]."""
+    scales: npt.NDArray[np.float16]
+    """float16 [N, G], of either sign; [N, K / 256] of two levels."""
+    minimums: npt.NDArray[np.float16] | None = None
+    """float16, as scales; None of integers, Q4_0 and Q8_0."""
+    zeros: npt.NDArray[np.uint8] | None = None
+    """uint8, as scales, of integers; else None."""
+    group_scales: npt.NDArray[np.int8] | None = None
+    """int8 [N, G] of two levels; else None."""
+    group_minimums: npt.NDArray[np.int8] | None = None
+    """Likewise."""
+
+
 def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
     """Some output channels of a matrix, as views of its arrays. `rows` starts at a multiple of 32."""
     residual = linear.residual

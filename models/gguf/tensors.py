@@ -17,7 +17,8 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
-from models.recipe import KEPT_GROUP_SIZE, SUPER_GROUP, TWO_LEVELS
+from models.packed import Lattice
+from models.recipe import GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
 from models.spec import QUERIES
 
 if TYPE_CHECKING:
@@ -137,28 +138,6 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lattice:
-    """A low-bit matrix as a file stores it, in groups of 32, or of `models.recipe.TWO_LEVELS`.
-
-    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; Q4_K and Q6_K:
-    code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign, and none of
-    Q6_K: there codes are 32 higher.
-    """
-
-    kind: str
-    codes: npt.NDArray[np.uint8]
-    """uint8 [N, K]."""
-    scales: npt.NDArray[np.float16]
-    """float16 [N, K / 32], of either sign; [N, K / 256] of two levels."""
-    minimums: npt.NDArray[np.float16] | None = None
-    """float16, as scales; None of Q4_0 and Q8_0."""
-    group_scales: npt.NDArray[np.int8] | None = None
-    """int8 [N, G] of two levels; else None."""
-    group_minimums: npt.NDArray[np.int8] | None = None
-    """Likewise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """An order of rows that differs from Hugging Face's: as [outer, ..., inner, width], with two axes swapped there."""
 
@@ -255,7 +234,7 @@ class GgufTensor:
         return whole if self.order is None else self.order.undone(whole)
 
     def lattice(self) -> Lattice:
-        """Its codes, scales and minimums as they are stored; the type is one of `models.recipe.KEPT_BITS`.
+        """Its codes, scales and minimums as they are stored; the type is one of `models.recipe.GGUF_GROUPS`.
 
         Raises:
             CheckpointError: the file is gone or shorter than it was, or a scale is no number.
@@ -263,7 +242,7 @@ class GgufTensor:
         import torch
 
         rows, width = self.shape
-        length = SUPER_GROUP if self.dtype in TWO_LEVELS else KEPT_GROUP_SIZE
+        length = SUPER_GROUP if self.dtype in TWO_LEVELS else GGUF_GROUPS[self.dtype]
         found = _blocks(self.dtype, np.asarray(self._mapped()).reshape(rows, width // length, -1))
         if not all(np.isfinite(found[name]).all() for name in ("scales", "minimums") if name in found):
             raise CheckpointError(

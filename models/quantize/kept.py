@@ -1,4 +1,4 @@
-"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, bit for bit.
+"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, and integers of folders.
 
 The parts of a fused matrix may differ: Q4_0 is written as Q4_1, whose minimum is -8 scales, or as Q8_0 with codes 120
 higher, and Q4_K as Q6_K, where another part is one; all are exact. A head of another type is rounded to Q8_0, so that
@@ -8,7 +8,7 @@ the QAT files with 4-bit blocks and a head of 16 or 6 bits need no second roundi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -17,15 +17,21 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
-from models.gguf.tensors import GgufTensor, Lattice
-from models.packed import PackedLinear
+from models.gguf.tensors import GgufTensor
+from models.low_bit_source import LowBitTensor
+from models.packed import Lattice, PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
-from models.recipe import KEPT, KEPT_BITS, KEPT_GROUP_SIZE, TWO_LEVELS, Recipe
+from models.recipe import GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
+from models.shard import StoredTensor
+from models.spec import expert_of
 from models.store.tensors import Array
 
+_GROUP = GGUF_GROUPS["Q8_0"]
 _ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}}
 """Types as which another can be written, exactly."""
+_OF_EXPERTS = frozenset({"Q4_0", *INTEGERS})
+"""Types of which there are products with experts."""
 
 
 def kept_recipe(checkpoint: Checkpoint) -> Recipe:
@@ -35,22 +41,43 @@ def kept_recipe(checkpoint: Checkpoint) -> Recipe:
         QuantizationError: it has weights that cannot be kept.
     """
     types = {name: _type(checkpoint, name) for name in checkpoint.spec.linear_names()}
+    sizes = {own for name, kind in types.items() if kind in INTEGERS for own in _group_sizes(checkpoint, name)}
+    if len(sizes) > 1:
+        raise QuantizationError(f"{checkpoint.path}: groups of {sizes} cannot be kept in one model; leave --method out")
     weights: Counter[int] = Counter()
     for name, kind in types.items():
         weights[KEPT_BITS[kind]] += 0 if name == "head" else prod(checkpoint.spec.linear_shape(name))
     bits = weights.most_common(1)[0][0]
-    return Recipe(method=KEPT, bits=bits, types=types, group_size=KEPT_GROUP_SIZE, residual_bits=0, expected_k_chunk=0)
+    group_size = min(sizes, default=_GROUP)
+    return Recipe(method=KEPT, bits=bits, types=types, group_size=group_size, residual_bits=0, expected_k_chunk=0)
+
+
+def _group_sizes(checkpoint: Checkpoint, name: str) -> Iterator[int]:
+    for part in checkpoint.lattices(name) or ():
+        if isinstance(part, LowBitTensor):
+            yield part.group_size
+
+
+def _kind(part: StoredTensor) -> str:
+    """One of `KEPT_BITS`, or else what it is."""
+    if isinstance(part, LowBitTensor):
+        return part.kind
+    return part.dtype if isinstance(part, GgufTensor) or part.dtype not in KEPT_BITS else f"parts of {part.dtype}"
 
 
 def _type(checkpoint: Checkpoint, name: str) -> str:
     parts = checkpoint.lattices(name)
-    kinds = set() if parts is None else {part.dtype for part in parts}
-    for kind in KEPT_BITS:
+    kinds = {_kind(part) for part in parts or ()}
+    for kind in KEPT_BITS if expert_of(name) is None else _OF_EXPERTS:
         if kinds and all(own == kind or kind in _ALSO.get(own, ()) for own in kinds):
             return kind
-    if name == "head" and checkpoint.spec.linear_shape(name)[1] % KEPT_GROUP_SIZE == 0:
+    if name == "head" and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
         return "Q8_0"
-    found = "multiplied, of experts or no GGUF tensors" if parts is None else " and ".join(sorted(kinds))
+    found = (
+        "multiplied"
+        if parts is None
+        else " and ".join(sorted(kinds)) + (" of experts" if expert_of(name) is not None else "")
+    )
     raise QuantizationError(
         f"{checkpoint.path}: the weights of {name} cannot be kept as they are ({found}; kept are "
         f"{', '.join(KEPT_BITS)}); leave --method out to round them to fewer bits"
@@ -62,14 +89,14 @@ def rounded_head(checkpoint: Checkpoint) -> str | None:
     parts = checkpoint.lattices("head")
     if parts is None:
         return "multiplied"
-    return next((part.dtype for part in parts if part.dtype not in KEPT_BITS), None)
+    return next((kind for kind in map(_kind, parts) if kind not in KEPT_BITS), None)
 
 
 def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
     """A linear layer as the file stores it.
 
     Args:
-        checkpoint: Of a GGUF file.
+        checkpoint: A GGUF file, or a folder.
         name: The linear layer.
         kind: Its type, as `kept_recipe` has it.
 
@@ -82,7 +109,7 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
         lattices = [_rounded(checkpoint.linear("head")[0])]
     else:
         assert parts is not None
-        lattices = [_as(part, kind) for part in parts]
+        lattices = [_as(part, kind) for part in parts if isinstance(part, GgufTensor | LowBitTensor)]
 
     def rows(arrays: Sequence[Array]) -> Array:
         joined = torch.from_numpy(np.concatenate(arrays))
@@ -99,10 +126,10 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
         name=name,
         shape=(codes.shape[0], codes.shape[1]),
         bits=bits,
-        group_size=TWO_LEVELS.get(kind, KEPT_GROUP_SIZE),
+        group_size=GGUF_GROUPS.get(kind, codes.shape[1] // scales.shape[1]),
         codes=pack(codes, bits),
         scales=scales,
-        zeros=np.full(scales.shape, 8, np.uint8) if kind == "Q4_0" else None,
+        zeros=np.full(scales.shape, 8, np.uint8) if kind == "Q4_0" else together("zeros"),
         minimums=together("minimums"),
         group_scales=together("group_scales"),
         group_minimums=together("group_minimums"),
@@ -113,7 +140,7 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
     )
 
 
-def _as(part: GgufTensor, kind: str) -> Lattice:
+def _as(part: GgufTensor | LowBitTensor, kind: str) -> Lattice:
     """A part's lattice, written as another type."""
     own = part.lattice()
     if own.kind == kind:
@@ -135,7 +162,7 @@ def _rounded(weight: torch.Tensor) -> Lattice:
     """A matrix [N, K] in Q8_0: scales are the largest of 32 divided by 127."""
     whole = weight.to(torch.float32).numpy()
     check_range(whole, 8)
-    groups = whole.reshape(len(whole), -1, KEPT_GROUP_SIZE)
+    groups = whole.reshape(len(whole), -1, _GROUP)
     scales = (np.abs(groups).max(-1) / np.float32(127)).astype(np.float16)
     divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     codes = np.clip(np.rint(groups / divisors), -127, 127).astype(np.int8).view(np.uint8) ^ np.uint8(128)

@@ -278,10 +278,10 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
         if recipe.per_token:
             own += w4a8_bytes(shape, recipe.group_size) + (4 * shape[0] if spec.has_bias(name) else 0)
         elif expert_of(name) is not None and not recipe.codebook:
-            own += record_sizes(shape, recipe.layer_bits(name), recipe.group_size).nbytes + _PLACE_BYTES
+            own += record_sizes(shape, recipe.layer_bits(name), recipe.group_of(shape[1], name)).nbytes + _PLACE_BYTES
             own += 4 * shape[0] if spec.has_bias(name) else 0
         else:
-            group_size = recipe.group_size if recipe.uniform else 0
+            group_size = recipe.group_of(shape[1], name) if recipe.uniform else 0
             own += linear_bytes(
                 shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name), trellis=recipe.trellis
             )

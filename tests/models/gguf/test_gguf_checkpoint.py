@@ -25,7 +25,7 @@ from models.gguf.tensors import GgufTensor, name_in_file
 from models.oracle import Oracle
 from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
-from models.recipe import KEPT_BITS, SUPER_GROUP, TWO_LEVELS, Recipe
+from models.recipe import GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.store import Store
 from models.store.store import default_name
 from runtime.backends.decoder import DecoderOptions, Step
@@ -648,8 +648,8 @@ _FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.a
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 @pytest.mark.parametrize(
     ("kind", "kinds", "bits"),
-    [*((kind, {}, bits) for kind, bits in KEPT_BITS.items()), ("Q4_0", _FUSED, 4), ("Q4_K", _FUSED_K, 4)],
-    ids=[*KEPT_BITS, "fused", "Q4_K_M"],
+    [*((kind, {}, KEPT_BITS[kind]) for kind in GGUF_GROUPS), ("Q4_0", _FUSED, 4), ("Q4_K", _FUSED_K, 4)],
+    ids=[*GGUF_GROUPS, "fused", "Q4_K_M"],
 )
 def test_low_bit_weights_are_kept_bit_for_bit(
     tmp_path: Path, family: str, kind: str, kinds: dict[str, str], bits: int
@@ -678,7 +678,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         return
     export(stored, tmp_path / "again.gguf", "gguf")
     again, tensors = (read_header(tmp_path / f"{own}.gguf").tensors for own in ("again", "model"))
-    with pytest.raises(UnsupportedModelError, match="has the weights of a GGUF file"):
+    with pytest.raises(UnsupportedModelError, match="has the weights of its source"):
         export(stored, tmp_path / "folder", "awq")
     for own, info in tensors.items():
         if info.kind == again[own].kind and own != "token_embd.weight":
@@ -688,7 +688,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
             assert own == "token_embd.weight" or kinds
 
 
-@pytest.mark.parametrize("kind", TWO_LEVELS)
+@pytest.mark.parametrize("kind", sorted(TWO_LEVELS))
 def test_the_largest_and_smallest_factors_are_exact(tmp_path: Path, kind: str) -> None:
     (tmp_path / "blocks").write_bytes(drawn_blocks(64, kind, 0, [0.0, -0.0, 6e-8, -6e-8, 2047, -2047, 1]).tobytes())
     stored = np.fromfile(tmp_path / "blocks", np.uint8).reshape(4, -1)
@@ -698,10 +698,10 @@ def test_the_largest_and_smallest_factors_are_exact(tmp_path: Path, kind: str) -
     assert own.group_scales is not None
     assert own.group_minimums is not None
     scales, minimums = (
-        halves.astype(np.float32).repeat(SUPER_GROUP // TWO_LEVELS[kind], axis=1) * groups
+        halves.astype(np.float32).repeat(SUPER_GROUP // GGUF_GROUPS[kind], axis=1) * groups
         for halves, groups in ((own.scales, own.group_scales), (own.minimums, own.group_minimums))
     )
-    found = own.codes.reshape(4, -1, TWO_LEVELS[kind]) * scales[..., None] + minimums[..., None]
+    found = own.codes.reshape(4, -1, GGUF_GROUPS[kind]) * scales[..., None] + minimums[..., None]
     expected = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(found.reshape(4, -1), expected)
     assert np.abs(expected).max() > 1e5
@@ -751,13 +751,25 @@ def _parts_of_model(model: Any) -> list[tuple[list[str], str]]:
     return [*own, (["lm_head.weight"], "head")]
 
 
+def test_experts_in_q4_0_are_kept(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Mixtral"), kind="Q4_0")
+    recipe, store = kept_by_default(file), Store(tmp_path / "store")
+    assert recipe is not None
+    stored, checkpoint = store.open(quantize(file, store, recipe).name), Checkpoint.open(file)
+    names = [name for name in stored.spec.linear_names() if ".experts." in name]
+    assert names
+    for name in names:
+        in_halves = dequantize(stored.linear(name)).astype(np.float16)  # as checkpoints give them
+        assert np.array_equal(in_halves, checkpoint.linear(name)[0].numpy()), name
+
+
 def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Path) -> None:
     model, store = random_model("Llama"), Store(tmp_path / "store")
     file = write_gguf(tmp_path / "model.gguf", model, kind="Q4_0", kinds={"output.weight": "F16"})
     recipe = kept_by_default(file)
     assert recipe is not None
     info = quantize(file, store, recipe)
-    assert info.summary.warning == "the output head, F16 in the file, is rounded to 8 bits"
+    assert info.summary.warning == "the output head, F16 in the source, is rounded to 8 bits"
     weight = model.lm_head.weight.detach().half().float().numpy()
     apart = np.abs(dequantize(store.open(info.name).linear("head")) - weight)
     largest = np.abs(weight.reshape(len(weight), -1, 32)).max(-1).repeat(32, axis=1)
@@ -769,7 +781,7 @@ def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Pat
     [
         ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "Q5_0"}, "layers.1.down cannot be kept as they are (Q5_0"),
         ("Llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
-        ("Mixtral", "Q4_0", {}, "experts.0.gate_up cannot be kept"),
+        ("Mixtral", "Q4_1", {}, "experts.0.gate_up cannot be kept as they are (Q4_1 of experts"),
     ],
 )
 def test_weights_of_other_types_are_rounded_as_before(

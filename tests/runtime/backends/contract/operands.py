@@ -8,7 +8,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
-from models.recipe import KEPT_BITS, KEPT_GROUP_SIZE, SUPER_GROUP, TWO_LEVELS
+from models.recipe import GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS
 
 
 def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -73,7 +73,7 @@ def whole_matrix(N: int, K: int, group: int, *, largest: bool = False) -> Packed
 def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
     """A matrix of weights that are kept as a GGUF file has them: all codes, scales of both signs, far minimums."""
     rng = np.random.default_rng([N, K])
-    bits, group_size, two_levels = KEPT_BITS[kind], TWO_LEVELS.get(kind, KEPT_GROUP_SIZE), kind in TWO_LEVELS
+    bits, group_size, two_levels = KEPT_BITS[kind], GGUF_GROUPS[kind], kind in TWO_LEVELS
     G, shape = K // group_size, (N, K // (SUPER_GROUP if two_levels else group_size))
     codes = rng.integers(0, 1 << bits, (N, K), dtype=np.uint8)
     scales, minimums = rng.standard_normal(shape).astype(np.float16), rng.standard_normal(shape).astype(np.float16)

@@ -14,7 +14,7 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from models.recipe import KEPT_BITS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
 from runtime.backends.operations.linear import (
     dequantize,
     dequantize_groups,
@@ -71,7 +71,7 @@ def test_product(
     assert_close(kernels.product(linear, x), expected, kernels.product_tolerance(M))
 
 
-@pytest.mark.parametrize("kind", KEPT_BITS)
+@pytest.mark.parametrize("kind", GGUF_GROUPS)
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 576), (3, 40, 64), (8, 16, 1056), (17, 70, 544)], ids=str)
 def test_product_with_weights_as_a_file_has_them(kernels: Kernels, kind: str, M: int, N: int, K: int) -> None:
     if kind in TWO_LEVELS:
