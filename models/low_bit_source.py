@@ -28,9 +28,9 @@ import torch
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.integer_formats import Integers, from_awq, from_compressed_tensors, from_gptq
-from models.packed import Lattice
+from models.packed import HALF_STEPS, NOT_A_NUMBER, Lattice
+from models.recipe import FLOATS, LARGEST_KEPT_GROUP
 from models.recipe import INTEGERS as INTEGER_TYPES
-from models.recipe import LARGEST_KEPT_GROUP
 from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, OCTETS, ShardTensor, StoredTensor, weights_by_type
 
 Array = npt.NDArray[Any]
@@ -359,12 +359,10 @@ def _refused(fields: Fields, found: str, read: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{fields.source}: {found} cannot be read (it can: {read}). {_ANOTHER}")
 
 
-NAME = "MXFP4"
+NAME = FLOATS
 BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of the tensors end."""
 _BYTES, _LENGTH, _BIAS = 16, 32, 127
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Those without a sign, by their codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,9 +398,26 @@ class BlockFloats:
             shape=(count, self.shape[-1]),
         )
 
+    @property
+    def kind(self) -> str:
+        return NAME
+
+    def lattice(self) -> Lattice:
+        """Codes and exponents as they are stored.
+
+        Raises:
+            CheckpointError: the file is gone or was truncated, or a scale is no number.
+        """
+        pairs, scales = self.blocks.stored().numpy(), self.scales.stored().numpy()
+        if (scales == NOT_A_NUMBER).any():
+            raise CheckpointError(f"{self.path}: scales of '{self.name}' are no numbers. {_ANOTHER}")
+        codes = np.stack((pairs & 15, pairs >> 4), axis=-1)
+        rows, width = self.shape
+        return Lattice(kind=NAME, codes=codes.reshape(rows, width), scales=scales.reshape(rows, -1))
+
     def read(self) -> torch.Tensor:
         """Its numbers in bfloat16, which holds them exactly."""
-        numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)))
+        numbers = torch.from_numpy(HALF_STEPS / np.float32(2))
         codes, exponents = self.blocks.stored(), self.scales.stored().flatten().int() - _BIAS
         both = torch.stack((numbers[(codes & 15).int()], numbers[(codes >> 4).int()]), dim=-1)
         return torch.ldexp(both.view(-1, _LENGTH), exponents[:, None]).to(torch.bfloat16).view(self.shape)

@@ -28,6 +28,13 @@ class PackedResidual:
     """float16 [N], one for each output channel; None at 16 bits."""
 
 
+HALF_STEPS: npt.NDArray[np.int8] = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""The floating-point numbers of 4 bits by their codes, times two (OCP Microscaling Formats 1.0, §5.3.3)."""
+
+NOT_A_NUMBER = 255
+"""A scale that says so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
     """One linear layer, uniform or with a codebook.
@@ -37,6 +44,7 @@ class PackedLinear:
     codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] *
     scale[n, 0], whose first product is a whole number in [-127, 127]. Of two levels (llama.cpp's Q4_K and Q6_K):
     Ŵ[n, k] = code[n, k] * group_scale[n, g] * scale[n, s] + group_minimum[n, g] * minimum[n, s] with s = k // 256.
+    Floating-point numbers (MXFP4): Ŵ[n, k] = `HALF_STEPS`[code[n, k]] * 2^(scale[n, g] - 128).
     """
 
     name: str
@@ -50,7 +58,8 @@ class PackedLinear:
     codes: npt.NDArray[np.int32]
     """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]; two levels: [N, K / 256]."""
+    """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]; two levels: [N, K / 256].
+    uint8 [N, G] of floating-point numbers: exponents plus 127."""
     zeros: npt.NDArray[np.uint8] | None
     """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook or minimums, and at 8 bits, where it is
     128."""
@@ -77,8 +86,15 @@ class PackedLinear:
     """float32 [K]: mean of x² over calibration tokens, the static selector's metric. None as above."""
 
     @property
+    def floats(self) -> bool:
+        """Whether codes are those of floating-point numbers."""
+        return self.scales.dtype == np.uint8
+
+    @property
     def factors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
-        """Scales and minimums of the groups of a uniform matrix, float32 [N, G]; exact, of two levels as well."""
+        """Scales and minimums of the groups of a matrix without codebooks, float32 [N, G]; exact."""
+        if self.floats:
+            return np.ldexp(np.float32(1), self.scales.astype(np.int32) - 128), None
         parts = (self.scales, self.group_scales), (self.minimums, self.group_minimums)
         scales, minimums = (_product(part, None if self.group_minimums is None else own) for part, own in parts)
         assert scales is not None
@@ -100,14 +116,14 @@ class Lattice:
 
     Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; integers: (code - zero) * scale;
     Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign,
-    and none of Q6_K: there codes are 32 higher.
+    and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
     """
 
     kind: str
     codes: npt.NDArray[np.uint8]
     """uint8 [N, K]."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], of either sign; [N, K / 256] of two levels."""
+    """float16 [N, G], of either sign; [N, K / 256] of two levels; uint8 [N, G] of MXFP4."""
     minimums: npt.NDArray[np.float16] | None = None
     """float16, as scales; None of integers, Q4_0 and Q8_0."""
     zeros: npt.NDArray[np.uint8] | None = None

@@ -17,8 +17,8 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
-from models.packed import Lattice
-from models.recipe import GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
+from models.packed import NOT_A_NUMBER, Lattice
+from models.recipe import FLOATS, GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
 from models.spec import QUERIES
 
 if TYPE_CHECKING:
@@ -244,7 +244,11 @@ class GgufTensor:
         rows, width = self.shape
         length = SUPER_GROUP if self.dtype in TWO_LEVELS else GGUF_GROUPS[self.dtype]
         found = _blocks(self.dtype, np.asarray(self._mapped()).reshape(rows, width // length, -1))
-        if not all(np.isfinite(found[name]).all() for name in ("scales", "minimums") if name in found):
+        halves = (found[name] for name in ("scales", "minimums") if name in found)
+        fine = all(
+            np.isfinite(each).all() and not (self.dtype == FLOATS and (each == NOT_A_NUMBER).any()) for each in halves
+        )
+        if not fine:
             raise CheckpointError(
                 f"{self.path}: scales of '{self.name}' are NaN, infinite or too large. {DOWNLOAD_AGAIN}"
             )
@@ -283,6 +287,9 @@ def _blocks(kind: str, stored: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[A
             "group_scales": levels,
             "group_minimums": levels,
         }
+    if kind == FLOATS:
+        nibbles = np.stack((stored[..., 1:] & 15, stored[..., 1:] >> 4), axis=-2)
+        return {"codes": nibbles, "scales": stored[..., 0]}
     count = 2 if kind in ("Q4_1", "Q4_K") else 1
     halves, octets = _halves(stored[..., : 2 * count]), stored[..., 2 * count :]
     parts: dict[str, npt.NDArray[Any]] = {"scales": halves[..., 0]}

@@ -8,21 +8,23 @@ the QAT files with 4-bit blocks and a head of 16 or 6 bits need no second roundi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
 from models.checkpoint import Checkpoint
 from models.errors import QuantizationError
+from models.experts import Part
 from models.gguf.tensors import GgufTensor
-from models.low_bit_source import LowBitTensor
+from models.low_bit_source import BlockFloats, LowBitTensor
 from models.packed import Lattice, PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
-from models.recipe import GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
+from models.recipe import FLOATS, GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
 from models.shard import StoredTensor
 from models.spec import expert_of
 from models.store.tensors import Array
@@ -30,7 +32,7 @@ from models.store.tensors import Array
 _GROUP = GGUF_GROUPS["Q8_0"]
 _ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}}
 """Types as which another can be written, exactly."""
-_OF_EXPERTS = frozenset({"Q4_0", *INTEGERS})
+_OF_EXPERTS = ("Q4_0", FLOATS, *INTEGERS)
 """Types of which there are products with experts."""
 
 
@@ -60,36 +62,45 @@ def _group_sizes(checkpoint: Checkpoint, name: str) -> Iterator[int]:
 
 def _kind(part: StoredTensor) -> str:
     """One of `KEPT_BITS`, or else what it is."""
-    if isinstance(part, LowBitTensor):
+    if isinstance(part, LowBitTensor | BlockFloats):
         return part.kind
+    if isinstance(part, Part) and not part.turned and part.inputs == slice(None):
+        return _kind(part.tensor)
     return part.dtype if isinstance(part, GgufTensor) or part.dtype not in KEPT_BITS else f"parts of {part.dtype}"
 
 
 def _type(checkpoint: Checkpoint, name: str) -> str:
-    parts = checkpoint.lattices(name)
+    parts, of_expert = checkpoint.lattices(name), expert_of(name) is not None
     kinds = {_kind(part) for part in parts or ()}
-    for kind in KEPT_BITS if expert_of(name) is None else _OF_EXPERTS:
-        if kinds and all(own == kind or kind in _ALSO.get(own, ()) for own in kinds):
+    for kind in _OF_EXPERTS if of_expert else KEPT_BITS:
+        if _fits(kinds, kind):
             return kind
-    if name == "head" and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
+    beside = checkpoint.spec.mixture is not None and not of_expert
+    if (name == "head" or beside) and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
         return "Q8_0"
-    found = (
-        "multiplied"
-        if parts is None
-        else " and ".join(sorted(kinds)) + (" of experts" if expert_of(name) is not None else "")
-    )
+    found = "multiplied" if parts is None else " and ".join(sorted(kinds)) + " of experts" * of_expert
     raise QuantizationError(
         f"{checkpoint.path}: the weights of {name} cannot be kept as they are ({found}; kept are "
         f"{', '.join(KEPT_BITS)}); leave --method out to round them to fewer bits"
     )
 
 
-def rounded_head(checkpoint: Checkpoint) -> str | None:
-    """The type of a head that is rounded to 8 bits; None where it is kept."""
-    parts = checkpoint.lattices("head")
-    if parts is None:
-        return "multiplied"
-    return next((kind for kind in map(_kind, parts) if kind not in KEPT_BITS), None)
+def _fits(kinds: set[str], kind: str) -> bool:
+    """Whether parts of these types can be written as another, exactly."""
+    return bool(kinds) and all(own == kind or kind in _ALSO.get(own, ()) for own in kinds)
+
+
+def rounded(checkpoint: Checkpoint, types: Mapping[str, str]) -> str | None:
+    """A note on matrices that are rounded to 8 bits; None where there are none."""
+    found = {}
+    for name, kind in types.items():
+        kinds = {_kind(part) for part in checkpoint.lattices(name) or ()}
+        if expert_of(name) is None and not _fits(kinds, kind):
+            found[name] = " and ".join(sorted(kinds)) or "multiplied"
+    if found.keys() == {"head"}:
+        return f"the output head, {found['head']} in the source, is rounded to 8 bits"
+    own = ", ".join(sorted({*found.values()}))
+    return f"{len(found)} matrices beside the experts, {own} in the source, are rounded to 8 bits" if found else None
 
 
 def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
@@ -102,16 +113,15 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
 
     Raises:
         CheckpointError: the file is gone or damaged.
-        QuantizationError: a head of another type holds NaN or infinity.
+        QuantizationError: a matrix of another type, which is rounded to 8 bits, holds NaN or infinity.
     """
     parts = checkpoint.lattices(name)
-    if name == "head" and rounded_head(checkpoint) is not None:
-        lattices = [_rounded(checkpoint.linear("head")[0])]
-    else:
-        assert parts is not None
-        lattices = [_as(part, kind) for part in parts if isinstance(part, GgufTensor | LowBitTensor)]
+    exact = _fits({_kind(part) for part in parts or ()}, kind)
+    lattices = [_as(part, kind) for part in parts or ()] if exact else [_rounded(checkpoint.linear(name)[0])]
 
     def rows(arrays: Sequence[Array]) -> Array:
+        if not exact:  # these are in order
+            return arrays[0]
         joined = torch.from_numpy(np.concatenate(arrays))
         return np.ascontiguousarray(checkpoint.in_order(name, joined).numpy())
 
@@ -140,9 +150,19 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
     )
 
 
-def _as(part: GgufTensor | LowBitTensor, kind: str) -> Lattice:
+def _lattice(part: StoredTensor) -> Lattice:
+    if isinstance(part, Part):
+        own = _lattice(part.tensor)
+        parts = {field.name: getattr(own, field.name) for field in fields(own)[1:]}
+        cut: dict[str, Any] = {name: each[part.outputs] for name, each in parts.items() if each is not None}
+        return replace(own, **cut)
+    assert isinstance(part, GgufTensor | LowBitTensor | BlockFloats)
+    return part.lattice()
+
+
+def _as(part: StoredTensor, kind: str) -> Lattice:
     """A part's lattice, written as another type."""
-    own = part.lattice()
+    own = _lattice(part)
     if own.kind == kind:
         return own
     if kind == "Q8_0":

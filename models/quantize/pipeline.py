@@ -22,7 +22,7 @@ from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
 from models.quantize.calibration import InputStatistics, KeyMoments
-from models.quantize.kept import kept_linear, rounded_head
+from models.quantize.kept import kept_linear, rounded
 from models.quantize.lowered import LoweredLinear, products
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import outer_tensors, quantize_outer
@@ -171,9 +171,7 @@ class Pipeline:
             work.save_tensors(layout.block_file(layer), tensors)
         outer = {**outer_tensors(checkpoint), "norm": checkpoint.vector("norm").numpy()}
         work.save_tensors(layout.OUTER, {**outer, **stored_tensors(kept_linear(checkpoint, "head", types["head"]))})
-        head = rounded_head(checkpoint)
-        note = None if head is None else f"the output head, {head} in the source, is rounded to 8 bits"
-        quality = Quality(perplexity_before=None, perplexity_after=None, warning=note)
+        quality = Quality(perplexity_before=None, perplexity_after=None, warning=rounded(checkpoint, types))
         work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
         self._mtp(work)
         self._describe(work, quality)

@@ -20,9 +20,10 @@ from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.shard import StoredTensor
-from models.store import Store
+from models.store import Store, StoredModel
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.load.plan import open_decoder
+from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.random_models import random_model
 
@@ -223,7 +224,6 @@ def test_scales_must_be_numbers_of_half_precision(tmp_path: Path) -> None:
 
 
 def test_experts_are_kept(tmp_path: Path) -> None:
-    """Logits on the processor are those of the weights as they are, but for activations of 8 bits."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     plain, low = write(tmp_path, "awq", "Qwen3Moe", **experts)
     recipe, store = kept_by_default(low), Store(tmp_path / "store")
@@ -232,11 +232,18 @@ def test_experts_are_kept(tmp_path: Path) -> None:
     for name in stored.spec.linear_names():
         linear, expected = stored.linear(name), Checkpoint.open(plain).linear(name)[0].numpy()
         assert name == "head" or np.array_equal(dequantize(linear), expected), name
+    check_logits(stored)
+
+
+def check_logits(stored: StoredModel) -> None:
+    """Those on the processor are those of the reference, but for activations of 8 bits."""
     found = []
     for backend in ("reference", "cpu"):
         options = DecoderOptions(context=64, max_rows=16, kv="fp16", threads=1)
         decoder, _ = open_decoder(stored, options, backend)
-        found += [decoder.forward(Step.of(np.arange(3, 15))).copy()]
+        found += [
+            np.concatenate([decoder.forward(Step.of(np.arange(3, 15))).copy(), decoder.forward(Step.of([5], 12))])
+        ]
         decoder.close()
     assert np.sqrt(np.mean((found[1] - found[0]) ** 2)) < 0.03 * found[0].std()
 
@@ -366,6 +373,29 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
     entry = plain.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
     assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    """What is not low-bit in the source is rounded to 8 bits."""
+    plain, low = write_gpt_oss(tmp_path)
+    write_tokenizer(low, 67)
+    recipe, store = kept_by_default(low), Store(tmp_path / "store")
+    assert recipe is not None
+    stored = store.open(quantize(low, store, recipe).name)
+    note = "5 matrices beside the experts, F32 in the source, are rounded to 8 bits"
+    assert (stored.info.summary.warning, stored.recipe.bits) == (note, 4)
+    for name in stored.spec.linear_names():
+        linear, (expected, bias) = stored.linear(name), Checkpoint.open(plain).linear(name)
+        assert linear.floats == (".experts." in name)
+        assert not linear.floats or np.array_equal(dequantize(linear), expected.numpy()), name
+        assert_close(dequantize(linear), expected, Tolerance(why="8 bits", span=0.5 / 127 + 2**-11))
+        assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+    check_logits(stored)
+    tensors = load_file(low / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(tensors, low / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"scales of .*experts\.down_proj_blocks' are no numbers"):
+        quantize(low, store, keeping(low), name="damaged")
 
 
 @pytest.mark.parametrize("change", ["absent", "short", "type"])

@@ -247,7 +247,7 @@ class ExpertTables:
         """
         first = self._constants.linear(names[0])
         tiled = self._constants.tiled(first)
-        sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
+        sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks, first.floats)
         if k_chunk or shared:
             of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)

@@ -183,6 +183,8 @@ def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
         return units.CODEBOOK, units.REPACK_CODEBOOK
     if linear.group_minimums is not None:
         return units.TWO_LEVELS, units.REPACK_UNIFORM
+    if linear.floats:
+        return units.FLOATS, units.REPACK_UNIFORM
     return units.UNIFORM if linear.minimums is None else units.MINIMUMS, units.REPACK_UNIFORM
 
 
@@ -190,7 +192,8 @@ def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
     """Units that the experts of a model need."""
     found = {*units.ROUTING.values()}
     for linear in map(model.linear, (name for name in model.spec.linear_names() if expert_of(name) == 0)):
-        found |= {units.EXPERTS[linear.bits], units.REPACK_UNIFORM[linear.bits]}
+        found |= {units.FLOAT_EXPERTS if linear.floats else units.EXPERTS[linear.bits]}
+        found |= {units.REPACK_UNIFORM[linear.bits]}
         if compensated and linear.residual is not None:
             bits = linear.residual.bits
             found |= {units.COMPENSATE[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
@@ -278,7 +281,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.multiply_panel, units.PANEL[residual.bits]
         case op.Experts(sizes=sizes, total=total, kept=shared):
             inner = units.SHARE_EXPERTS if shared else units.COMPENSATE
-            return units.EXPERTS[sizes.bits], inner[sizes.residual_bits] if shared or total else None
+            own = units.FLOAT_EXPERTS if sizes.floats else units.EXPERTS[sizes.bits]
+            return own, inner[sizes.residual_bits] if shared or total else None
         case op.Score() | op.Route() | op.Spread() | op.GateExperts():
             return units.ROUTING[type(instruction)], None
         case op.Select(mode=mode, measure=measure):

@@ -11,7 +11,8 @@ of a 64-byte vector holds four bytes, one for each of four consecutive input cha
              vector: bits 2 j and 2 j + 1 are the high ones of k = 4 j + c
 
 Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0. With two levels of factors, scales and negative
-minimums of super-groups stand as [tiles, K / 256, 2, 16], those of groups as [tiles, G, 2, 16].
+minimums of super-groups stand as [tiles, K / 256, 2, 16], those of groups as [tiles, G, 2, 16]. Scales of
+floating-point numbers are bytes, exponents plus 127.
 
 Matrices with codebooks are looked up by byte shuffles, which stay within 16 bytes, so these hold several input channels
 of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for output channels r and input channels k:
@@ -50,6 +51,7 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
 from runtime.backends.cpu.data.instructions import (
     BYTE,
+    FLOATS,
     MINIMUMS,
     NO_MINIMUMS,
     SIX,
@@ -135,7 +137,9 @@ class TiledLinear:
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
         kind = None if self.zeros is None else self.zeros.dtype.char
-        form = {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
+        form = (
+            FLOATS if self.scales.dtype == np.uint8 else {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
+        )
         levels = {"group_scales": group_scales, "minimums": form}
         return Weights(codes, scales, zeros, codebooks, *sizes, trellis=self.trellis, **levels)
 

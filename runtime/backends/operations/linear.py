@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from models import trellis
-from models.packed import PackedLinear
+from models.packed import HALF_STEPS, PackedLinear
 from models.packing import unpack
 
 _EXACT = 1024
@@ -14,8 +14,10 @@ _EXACT = 1024
 
 
 def _codes(linear: PackedLinear) -> torch.Tensor:
-    """Unsigned codes of a packed matrix, int32 [N, K]."""
+    """Unsigned codes of a packed matrix, int32 [N, K]; of floating-point numbers, these times two."""
     codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, linear.shape[1])
+    if linear.floats:
+        return torch.from_numpy(HALF_STEPS[codes].astype(np.int32))
     return torch.from_numpy(codes.astype(np.int32))
 
 
@@ -33,7 +35,7 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
 
 def _zeros(linear: PackedLinear) -> float:
     """The zero-point of all groups of a matrix that stores none."""
-    return 0.0 if linear.minimums is not None else 2.0 ** (linear.bits - 1)
+    return 0.0 if linear.minimums is not None or linear.floats else 2.0 ** (linear.bits - 1)
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
-from models.recipe import TWO_LEVELS
+from models.recipe import FLOATS, TWO_LEVELS
 from models.spec import UNGATED, ModelSpec
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
@@ -57,7 +57,7 @@ class TritonBackend:
         several rows share of one.
         """
         _check(spec)
-        if sizes.recipe is not None and (types := TWO_LEVELS & set((sizes.recipe.types or {}).values())):
+        if sizes.recipe is not None and (types := {*TWO_LEVELS, FLOATS} & set((sizes.recipe.types or {}).values())):
             raise BackendError(f"there are no GPU kernels for weights as GGUF files have them in {min(types)}")
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names(experts=1):

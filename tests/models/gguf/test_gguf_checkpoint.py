@@ -25,7 +25,7 @@ from models.gguf.tensors import GgufTensor, name_in_file
 from models.oracle import Oracle
 from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
-from models.recipe import GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS, Recipe
+from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.store import Store
 from models.store.store import default_name
 from runtime.backends.decoder import DecoderOptions, Step
@@ -672,7 +672,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         bias = checkpoint.linear(layer)[1]
         assert (linear.bias is None) == (bias is None)
         assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
-    if kind in TWO_LEVELS:
+    if kind in (*TWO_LEVELS, FLOATS):
         with pytest.raises(UnsupportedModelError, match="use that file"):
             export(stored, tmp_path / "again.gguf", "gguf")
         return
@@ -751,8 +751,9 @@ def _parts_of_model(model: Any) -> list[tuple[list[str], str]]:
     return [*own, (["lm_head.weight"], "head")]
 
 
-def test_experts_in_q4_0_are_kept(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", random_model("Mixtral"), kind="Q4_0")
+@pytest.mark.parametrize("kind", ["Q4_0", "MXFP4"])
+def test_experts_are_kept(tmp_path: Path, kind: str) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Mixtral"), kind=kind)
     recipe, store = kept_by_default(file), Store(tmp_path / "store")
     assert recipe is not None
     stored, checkpoint = store.open(quantize(file, store, recipe).name), Checkpoint.open(file)

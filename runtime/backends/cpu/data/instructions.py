@@ -24,7 +24,7 @@ BYTE: Final = 8
 """Bits of codes that are bytes already."""
 SIX: Final = 6
 """Bits of codes that are stored in two planes, of four bits and of two."""
-NO_MINIMUMS, MINIMUMS, TWO_LEVELS = 0, 1, 2
+NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS = 0, 1, 2, 3
 """Forms of a matrix without codebooks."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
@@ -200,7 +200,8 @@ class Weights(NamedTuple):
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
     trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
     minimums: int = NO_MINIMUMS
-    """`MINIMUMS`: `zeros` are negative minimums of groups, float16; `TWO_LEVELS`: see `runtime.backends.cpu.tiles`."""
+    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`: see
+    `runtime.backends.cpu.tiles`."""
 
 
 class Residual(NamedTuple):
@@ -308,6 +309,7 @@ class ExpertSizes(NamedTuple):
     blocks: int
     groups: int
     group_blocks: int
+    floats: bool = False  # whether codes are those of floating-point numbers
     residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0

@@ -37,6 +37,7 @@ ROUTING = {
 """The same of a mixture of experts."""
 EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.experts.multiply_experts_4")}
 """Products with experts, by the bits of their matrices."""
+FLOAT_EXPERTS = _named("units.experts.multiply_experts_floats")
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")
@@ -48,6 +49,7 @@ UNIFORM = {
 }
 """Products with matrices, by their bits; so are the next."""
 MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
+FLOATS = {4: _named("units.products.multiply_floats")}
 TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
@@ -102,7 +104,7 @@ def product_unit(weights: op.Weights) -> Unit:
     if weights.trellis:
         return TRELLIS[weights.bits]
     if weights.minimums:
-        return (TWO_LEVELS if weights.minimums == op.TWO_LEVELS else MINIMUMS)[weights.bits]
+        return {op.MINIMUMS: MINIMUMS, op.TWO_LEVELS: TWO_LEVELS, op.FLOATS: FLOATS}[weights.minimums][weights.bits]
     return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
 
 

@@ -79,9 +79,11 @@ from runtime.backends.cpu.units.products import (
     compensate_row,
     one_3,
     one_4,
+    one_floats,
     row_block_at,
     several_3,
     several_4,
+    several_floats,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -441,6 +443,12 @@ def multiply_experts_3(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: uniform codes of 4 bits."""
     _multiply(one_4, several_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: floating-point numbers of 4 bits."""
+    _multiply(one_floats, several_floats, i, control, part, parts, scratch)
 
 
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))

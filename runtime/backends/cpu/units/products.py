@@ -30,6 +30,7 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
     gemm_entries_tile_8,
     gemm_entries_tile_16,
+    gemm_floats,
     gemm_minimums_tile_4,
     gemm_minimums_tile_8,
     gemm_minimums_tile_16,
@@ -46,6 +47,7 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_two_levels_6,
     gemv_codebook_tile_3,
     gemv_codebook_tile_4,
+    gemv_floats_tile,
     gemv_minimums_tile_4,
     gemv_tile_3,
     gemv_tile_4,
@@ -241,14 +243,14 @@ def _product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) 
     return one_row_of(tile_of, kernels[0]), several_rows
 
 
-def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1) -> tuple[Any, Any]:
-    """Products with uniform codes; a zero, or what stands in its place, has so many bytes."""
+def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1, scale_bytes: int = 2) -> tuple[Any, Any]:
+    """Products with uniform codes; a zero, or what stands in its place, and a scale have so many bytes."""
     block_bytes = BLOCK_BYTES[bits]
 
     @routine
     def tile_of(weights: Weights, tile: int) -> Tile:
         codes, groups = weights.codes + tile * weights.blocks * block_bytes, tile * weights.groups
-        scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * zero_bytes * groups
+        scales, zeros = weights.scales + 16 * scale_bytes * groups, weights.zeros + 16 * zero_bytes * groups
         return Tile(codes, scales, zeros, weights.blocks, weights.group_blocks)
 
     @routine
@@ -304,6 +306,7 @@ _one_8, _several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm
 _one_minimums_4, _several_minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
+one_floats, several_floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
 _one_two_levels_4, _several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
 _one_two_levels_6, _several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
@@ -383,6 +386,12 @@ def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
     multiply_linear(_one_minimums_4, _several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: floating-point numbers of 4 bits."""
+    multiply_linear(one_floats, several_floats, i, control, part, parts, scratch)
 
 
 @compiled_unit

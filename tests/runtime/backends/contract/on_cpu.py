@@ -35,7 +35,7 @@ class CpuKernels:
     """See `tests.runtime.backends.contract.kernels.Kernels`."""
 
     written = "sums"
-    two_levels = True
+    all_kept = True
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         source, weights = wide(h.numpy()), vector(weight.numpy())

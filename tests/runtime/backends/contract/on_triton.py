@@ -36,7 +36,7 @@ class TritonKernels:
     """
 
     written = "half"
-    two_levels = False
+    all_kept = False
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -8,7 +8,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
-from models.recipe import GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS
 
 
 def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -78,6 +78,8 @@ def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
     codes = rng.integers(0, 1 << bits, (N, K), dtype=np.uint8)
     scales, minimums = rng.standard_normal(shape).astype(np.float16), rng.standard_normal(shape).astype(np.float16)
     scales[:: N // 2, 0] = 0
+    if kind == FLOATS:
+        scales = rng.integers(110, 130, shape, dtype=np.uint8)
     levels = rng.integers(-128, 128, (2, N, G), dtype=np.int8)
     return PackedLinear(
         name="layers.0.o",
