@@ -24,7 +24,7 @@ from models.low_bit_source import BlockFloats, LowBitTensor
 from models.packed import Lattice, PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
-from models.recipe import FLOATS, GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
+from models.recipe import GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
 from models.shard import StoredTensor
 from models.spec import expert_of
 from models.store.tensors import Array
@@ -32,8 +32,6 @@ from models.store.tensors import Array
 _GROUP = GGUF_GROUPS["Q8_0"]
 _ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}}
 """Types as which another can be written, exactly."""
-_OF_EXPERTS = ("Q4_0", FLOATS, *INTEGERS)
-"""Types of which there are products with experts."""
 
 
 def kept_recipe(checkpoint: Checkpoint) -> Recipe:
@@ -70,15 +68,15 @@ def _kind(part: StoredTensor) -> str:
 
 
 def _type(checkpoint: Checkpoint, name: str) -> str:
-    parts, of_expert = checkpoint.lattices(name), expert_of(name) is not None
+    parts = checkpoint.lattices(name)
     kinds = {_kind(part) for part in parts or ()}
-    for kind in _OF_EXPERTS if of_expert else KEPT_BITS:
+    for kind in KEPT_BITS:
         if _fits(kinds, kind):
             return kind
-    beside = checkpoint.spec.mixture is not None and not of_expert
+    beside = checkpoint.spec.mixture is not None and expert_of(name) is None
     if (name == "head" or beside) and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
         return "Q8_0"
-    found = "multiplied" if parts is None else " and ".join(sorted(kinds)) + " of experts" * of_expert
+    found = "multiplied" if parts is None else " and ".join(sorted(kinds))
     raise QuantizationError(
         f"{checkpoint.path}: the weights of {name} cannot be kept as they are ({found}; kept are "
         f"{', '.join(KEPT_BITS)}); leave --method out to round them to fewer bits"

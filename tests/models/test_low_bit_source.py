@@ -20,11 +20,10 @@ from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.shard import StoredTensor
-from models.store import Store, StoredModel
-from runtime.backends.decoder import DecoderOptions, Step
-from runtime.load.plan import open_decoder
+from models.store import Store
 from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_tokenizer
+from tests.models.kept import check_logits
 from tests.models.random_models import random_model
 
 GROUP = 32
@@ -233,19 +232,6 @@ def test_experts_are_kept(tmp_path: Path) -> None:
         linear, expected = stored.linear(name), Checkpoint.open(plain).linear(name)[0].numpy()
         assert name == "head" or np.array_equal(dequantize(linear), expected), name
     check_logits(stored)
-
-
-def check_logits(stored: StoredModel) -> None:
-    """Those on the processor are those of the reference, but for activations of 8 bits."""
-    found = []
-    for backend in ("reference", "cpu"):
-        options = DecoderOptions(context=64, max_rows=16, kv="fp16", threads=1)
-        decoder, _ = open_decoder(stored, options, backend)
-        found += [
-            np.concatenate([decoder.forward(Step.of(np.arange(3, 15))).copy(), decoder.forward(Step.of([5], 12))])
-        ]
-        decoder.close()
-    assert np.sqrt(np.mean((found[1] - found[0]) ** 2)) < 0.03 * found[0].std()
 
 
 def test_a_model_made_of_it_is_that_of_the_weights(tmp_path: Path) -> None:

@@ -247,7 +247,9 @@ class ExpertTables:
         """
         first = self._constants.linear(names[0])
         tiled = self._constants.tiled(first)
-        sizes = op.ExpertSizes(tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks, first.floats)
+        sizes = op.ExpertSizes(
+            tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks, tiled.weights.minimums
+        )
         if k_chunk or shared:
             of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)

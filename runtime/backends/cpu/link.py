@@ -167,7 +167,6 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
             continue
         linear = model.linear(name)
         found |= {own[linear.bits] for own in _stored(linear) if linear.bits in own}
-        found |= {units.REPACK_UNIFORM[4]} if linear.bits == op.SIX else set()  # two planes
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
     return sorted(found, key=lambda unit: unit.name)
@@ -181,19 +180,24 @@ def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
         return units.W4A8, units.REPACK_UNIFORM
     if linear.codebook is not None:
         return units.CODEBOOK, units.REPACK_CODEBOOK
-    if linear.group_minimums is not None:
-        return units.TWO_LEVELS, units.REPACK_UNIFORM
+    return units.BY_FORM[matrix_form(linear)], units.REPACK_UNIFORM
+
+
+def matrix_form(linear: PackedLinear) -> int:
+    """The form of a matrix without codebooks (`Weights.minimums`)."""
     if linear.floats:
-        return units.FLOATS, units.REPACK_UNIFORM
-    return units.UNIFORM if linear.minimums is None else units.MINIMUMS, units.REPACK_UNIFORM
+        return op.FLOATS
+    if linear.minimums is None:
+        return op.NO_MINIMUMS
+    return op.MINIMUMS if linear.group_minimums is None else op.TWO_LEVELS
 
 
 def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
     """Units that the experts of a model need."""
     found = {*units.ROUTING.values()}
     for linear in map(model.linear, (name for name in model.spec.linear_names() if expert_of(name) == 0)):
-        found |= {units.FLOAT_EXPERTS if linear.floats else units.EXPERTS[linear.bits]}
-        found |= {units.REPACK_UNIFORM[linear.bits]}
+        stored = units.EXPERTS[matrix_form(linear)], units.REPACK_UNIFORM
+        found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             bits = linear.residual.bits
             found |= {units.COMPENSATE[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
@@ -281,8 +285,7 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.multiply_panel, units.PANEL[residual.bits]
         case op.Experts(sizes=sizes, total=total, kept=shared):
             inner = units.SHARE_EXPERTS if shared else units.COMPENSATE
-            own = units.FLOAT_EXPERTS if sizes.floats else units.EXPERTS[sizes.bits]
-            return own, inner[sizes.residual_bits] if shared or total else None
+            return units.EXPERTS[sizes.minimums][sizes.bits], inner[sizes.residual_bits] if shared or total else None
         case op.Score() | op.Route() | op.Spread() | op.GateExperts():
             return units.ROUTING[type(instruction)], None
         case op.Select(mode=mode, measure=measure):

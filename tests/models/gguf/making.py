@@ -157,7 +157,9 @@ def quantized(tensor: Any, kind: gguf.GGMLQuantizationType) -> Any:
     """Blocks of a type. Those of Q4_K and Q6_K, which the package cannot make, are drawn by each row's numbers."""
     if kind.name not in TWO_LEVELS:
         return gguf.quantize(tensor, kind)
-    return np.stack([drawn_blocks(row.size // SUPER_GROUP, kind.name, crc32(row.tobytes())) for row in tensor])
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    blocks = np.stack([drawn_blocks(row.size // SUPER_GROUP, kind.name, crc32(row.tobytes())) for row in rows])
+    return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def drawn_blocks(count: int, kind: str, seed: int, scales: Any = (1e-5, -2e-5, 3e-5)) -> Any:

@@ -299,4 +299,4 @@ def test_a_file_is_rounded_where_a_card_cannot_run_it_as_it_is(
     monkeypatch.setattr(planning, "candidates", lambda: iter([card]))
     found = planning.kept_here(file, told.append)
     assert (found is None, len(told)) == ((True, 1) if kind == "Q4_K" else (False, 0))
-    assert all("no GPU kernels for weights as GGUF files have them in Q4_K, so" in words for words in told)
+    assert all("no GPU kernels for weights as they are in Q4_K, so" in words for words in told)

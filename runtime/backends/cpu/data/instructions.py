@@ -309,7 +309,7 @@ class ExpertSizes(NamedTuple):
     blocks: int
     groups: int
     group_blocks: int
-    floats: bool = False  # whether codes are those of floating-point numbers
+    minimums: int = NO_MINIMUMS  # as of `Weights`
     residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0

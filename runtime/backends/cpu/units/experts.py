@@ -33,7 +33,7 @@ from runtime.backends.cpu.data.records import (
     Pair,
     Segment,
 )
-from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, row_block, step_of
+from runtime.backends.cpu.kernels.activation import GroupPlace, code_bytes, quantize_group, row_block, sizes_of, step_of
 from runtime.backends.cpu.kernels.compensate import Salient
 from runtime.backends.cpu.kernels.residual import few_rows
 from runtime.backends.cpu.kernels.rows import gate_by
@@ -79,11 +79,19 @@ from runtime.backends.cpu.units.products import (
     compensate_row,
     one_3,
     one_4,
+    one_8,
     one_floats,
+    one_minimums_4,
+    one_two_levels_4,
+    one_two_levels_6,
     row_block_at,
     several_3,
     several_4,
+    several_8,
     several_floats,
+    several_minimums_4,
+    several_two_levels_4,
+    several_two_levels_6,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -289,8 +297,8 @@ def route(i: int, control: int, _part: int, _parts: int, scratch: int) -> None:
 @kernel
 def _round(to: Input, at: int, pair: Pair, start: int, stop: int) -> None:
     """Quantize groups start .. stop - 1 of float32 [width] at an address to the slot of a pair."""
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    groups, lane = (padded + group - 1) // group, pair.slot - pair.block
+    padded, group, groups = sizes_of(to)
+    lane = pair.slot - pair.block
     codes = to.rounded.codes + pair.block * code_bytes(padded)
     for g in range(start, stop):
         channel = g * group
@@ -304,11 +312,11 @@ def spread(i: int, _control: int, part: int, parts: int, _scratch: int) -> None:
     """Quantize the rows that each expert reads; a single row once for all of them."""
     of = spread_at(i)
     counts, to = counts_at(of.routes.counts), of.to
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
+    _padded, _group, groups = sizes_of(to)
     first, last = share_of(1 if counts.alone != 0 else counts.pairs, part, parts)
     for p in range(first, last):
         pair = pair_at(of.routes.pairs + PAIR_BYTES * p)
-        _round(to, of.x.at + pair.row * of.x.stride, pair, 0, (padded + group - 1) // group)
+        _round(to, of.x.at + pair.row * of.x.stride, pair, 0, groups)
 
 
 @compiled_unit
@@ -316,8 +324,7 @@ def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) ->
     """The gate times an expert's share, and quantization of the result."""
     of = gate_experts_at(i)
     counts, to = counts_at(of.routes.counts), of.to
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    groups = (padded + group - 1) // group
+    padded, group, groups = sizes_of(to)
     first, last = share_of(counts.pairs * groups, part, parts)
     for item in range(first, last):
         pair, g = pair_at(of.routes.pairs + PAIR_BYTES * (item // groups)), item % groups
@@ -443,6 +450,30 @@ def multiply_experts_3(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: uniform codes of 4 bits."""
     _multiply(one_4, several_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 8 bits."""
+    _multiply(one_8, several_8, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: uniform codes of 4 bits with minimums."""
+    _multiply(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 4 bits with two levels of factors."""
+    _multiply(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 6 bits with two levels of factors."""
+    _multiply(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
 
 
 @compiled_unit

@@ -302,13 +302,13 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
-_one_8, _several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
-_one_minimums_4, _several_minimums_4 = _uniform(
+one_8, several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
+one_minimums_4, several_minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
 one_floats, several_floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
-_one_two_levels_4, _several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
-_one_two_levels_6, _several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
+one_two_levels_4, several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
+one_two_levels_6, several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
@@ -379,13 +379,13 @@ def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int
 @compiled_unit
 def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 8 bits."""
-    multiply_linear(_one_8, _several_8, i, control, part, parts, scratch)
+    multiply_linear(one_8, several_8, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
-    multiply_linear(_one_minimums_4, _several_minimums_4, i, control, part, parts, scratch)
+    multiply_linear(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
 
 
 @compiled_unit
@@ -397,13 +397,13 @@ def multiply_floats(i: int, control: int, part: int, parts: int, scratch: int) -
 @compiled_unit
 def multiply_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 4 bits with two levels of factors."""
-    multiply_linear(_one_two_levels_4, _several_two_levels_4, i, control, part, parts, scratch)
+    multiply_linear(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 6 bits with two levels of factors."""
-    multiply_linear(_one_two_levels_6, _several_two_levels_6, i, control, part, parts, scratch)
+    multiply_linear(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
 
 
 @compiled_unit
