@@ -21,10 +21,13 @@ from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.shard import StoredTensor
 from models.store import Store
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
 from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_tokenizer
 from tests.models.kept import check_logits
 from tests.models.random_models import random_model
+from tests.runtime.backends.triton.interpreter import DEVICE, patched_once
 
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
@@ -232,6 +235,14 @@ def test_experts_are_kept(tmp_path: Path) -> None:
         linear, expected = stored.linear(name), Checkpoint.open(plain).linear(name)[0].numpy()
         assert name == "head" or np.array_equal(dequantize(linear), expected), name
     check_logits(stored)
+    with patched_once():
+        from runtime.backends.triton.decoder import TritonDecoder
+
+        options, tokens = DecoderOptions(context=64, max_rows=16, kv="fp16"), np.arange(3, 6)
+        decoders = ReferenceDecoder(stored, options), TritonDecoder(stored, options, DEVICE)
+        expected, found = (decoder.forward(Step.of(tokens)) for decoder in decoders)
+        assert np.sqrt(np.mean((expected - found) ** 2)) < 0.005 * expected.std()
+        decoders[1].close()
 
 
 def test_a_model_made_of_it_is_that_of_the_weights(tmp_path: Path) -> None:
