@@ -234,7 +234,7 @@ class GgufTensor:
         return whole if self.order is None else self.order.undone(whole)
 
     def lattice(self) -> Lattice:
-        """Its codes, scales and minimums as they are stored; the type is one of `models.recipe.GGUF_GROUPS`.
+        """Its codes, scales and minimums as they are stored; of a type of `models.recipe.GGUF_GROUPS`, or Q5_K.
 
         Raises:
             CheckpointError: the file is gone or shorter than it was, or a scale is no number.
@@ -242,7 +242,7 @@ class GgufTensor:
         import torch
 
         rows, width = self.shape
-        length = SUPER_GROUP if self.dtype in TWO_LEVELS else GGUF_GROUPS[self.dtype]
+        length = GGUF_GROUPS[self.dtype] if self.dtype in GGUF_GROUPS.keys() - TWO_LEVELS else SUPER_GROUP
         found = _blocks(self.dtype, np.asarray(self._mapped()).reshape(rows, width // length, -1))
         halves = (found[name] for name in ("scales", "minimums") if name in found)
         fine = all(
@@ -290,19 +290,21 @@ def _blocks(kind: str, stored: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[A
     if kind == FLOATS:
         nibbles = np.stack((stored[..., 1:] & 15, stored[..., 1:] >> 4), axis=-2)
         return {"codes": nibbles, "scales": stored[..., 0]}
-    count = 2 if kind in ("Q4_1", "Q4_K") else 1
+    count = 2 if kind in ("Q4_1", "Q4_K", "Q5_K") else 1
     halves, octets = _halves(stored[..., : 2 * count]), stored[..., 2 * count :]
     parts: dict[str, npt.NDArray[Any]] = {"scales": halves[..., 0]}
     if count > 1:
-        parts["minimums"] = -halves[..., 1] if kind == "Q4_K" else halves[..., 1]
-    if kind == "Q4_K":
+        parts["minimums"] = halves[..., 1] if kind == "Q4_1" else -halves[..., 1]
+    if kind in ("Q4_K", "Q5_K"):
         # Four scales and four minimums have a byte each; its high two bits belong to one of the last four.
         first, high, last = octets[..., :8] & 63, octets[..., :8] >> 6 << 4, octets[..., 8:12]
         lasts = last & 15 | high[..., :4], last >> 4 | high[..., 4:]
         for name, own, of in zip(("group_scales", "group_minimums"), np.split(first, 2, axis=-1), lasts, strict=True):
             parts[name] = np.concatenate((own, of), axis=-1).view(np.int8)
-        octets = octets[..., 12:].reshape(*blocks, 4, 32)
+        tops, octets = octets[..., None, 12:44], octets[..., -128:].reshape(*blocks, 4, 32)
     codes = octets ^ 128 if kind == "Q8_0" else np.stack((octets & 15, octets >> 4), axis=-2)
+    if kind == "Q5_K":  # the byte of an input channel has its fifth bit in each group
+        codes = codes.reshape(*blocks, 8, 32) | (tops >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
     return {"codes": codes, **parts}
 
 

@@ -1,8 +1,8 @@
 """Weights that are low-bit already, kept in their own lattice: types of GGUF files, and integers of folders.
 
 The parts of a fused matrix may differ: Q4_0 is written as Q4_1, whose minimum is -8 scales, or as Q8_0 with codes 120
-higher, and Q4_K as Q6_K, where another part is one; all are exact. A head of another type is rounded to Q8_0, so that
-the QAT files with 4-bit blocks and a head of 16 or 6 bits need no second rounding of their blocks.
+higher, and Q4_K as Q6_K, where another part is one; Q5_K always is. All are exact. A head of another type, and what
+else stands beside experts, is rounded to Q8_0, so that what most weights are need not be rounded a second time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from models.spec import expert_of
 from models.store.tensors import Array
 
 _GROUP = GGUF_GROUPS["Q8_0"]
-_ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}}
+_ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}, "Q5_K": {"Q6_K"}}
 """Types as which another can be written, exactly."""
 
 

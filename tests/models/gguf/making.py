@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from models.gguf.header import Header
-from models.recipe import SUPER_GROUP, TWO_LEVELS
+from models.recipe import SUPER_GROUP
 from tests.models import random_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -154,8 +154,8 @@ def write_gguf(
 
 
 def quantized(tensor: Any, kind: gguf.GGMLQuantizationType) -> Any:
-    """Blocks of a type. Those of Q4_K and Q6_K, which the package cannot make, are drawn by each row's numbers."""
-    if kind.name not in TWO_LEVELS:
+    """Blocks of a type. Those of Q4_K to Q6_K, which the package cannot make, are drawn by each row's numbers."""
+    if kind.name not in ("Q4_K", "Q5_K", "Q6_K"):
         return gguf.quantize(tensor, kind)
     rows = tensor.reshape(-1, tensor.shape[-1])
     blocks = np.stack([drawn_blocks(row.size // SUPER_GROUP, kind.name, crc32(row.tobytes())) for row in rows])
@@ -167,7 +167,7 @@ def drawn_blocks(count: int, kind: str, seed: int, scales: Any = (1e-5, -2e-5, 3
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]), np.uint8)
     halves = rng.choice(np.array(scales, "<f2"), (count, 2)).view(np.uint8)
-    if kind == "Q4_K":
+    if kind != "Q6_K":
         halves[:, 2:] = (10 * halves.view("<f2")[:, 1:]).view(np.uint8)
         blocks[:, :4] = halves
     else:

@@ -642,20 +642,30 @@ def _in_file(model: Any, name: str, kinds: dict[str, str], kind: str) -> np.ndar
 
 _MLP = ("ffn_gate", "ffn_up")
 _WIDE = {"hidden_size": 256, "intermediate_size": 256}
-_FUSED_K = {"blk.0.attn_v.weight": "Q6_K", "blk.1.ffn_down.weight": "Q6_K", "output.weight": "Q6_K"}
+_FUSED_K = {
+    "blk.0.attn_v.weight": "Q6_K",
+    "blk.1.attn_v.weight": "Q5_K",
+    "blk.1.ffn_down.weight": "Q6_K",
+    "output.weight": "Q6_K",
+}
 _FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.attn_output.weight": "Q8_0"}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 @pytest.mark.parametrize(
     ("kind", "kinds", "bits"),
-    [*((kind, {}, KEPT_BITS[kind]) for kind in GGUF_GROUPS), ("Q4_0", _FUSED, 4), ("Q4_K", _FUSED_K, 4)],
-    ids=[*GGUF_GROUPS, "fused", "Q4_K_M"],
+    [
+        *((kind, {}, KEPT_BITS[kind]) for kind in GGUF_GROUPS),
+        ("Q4_0", _FUSED, 4),
+        ("Q4_K", _FUSED_K, 4),
+        ("Q5_K", {}, 6),
+    ],
+    ids=[*GGUF_GROUPS, "fused", "Q4_K_M", "Q5_K"],
 )
 def test_low_bit_weights_are_kept_bit_for_bit(
     tmp_path: Path, family: str, kind: str, kinds: dict[str, str], bits: int
 ) -> None:
-    model = random_model(family, **(_WIDE if kind in TWO_LEVELS else {}))
+    model = random_model(family, **(_WIDE if kind in (*TWO_LEVELS, "Q5_K") else {}))
     recipe = keeping(write_gguf(tmp_path / "model.gguf", model, kind=kind, kinds=kinds))
     assert recipe is not None
     assert recipe.bits == bits
@@ -673,7 +683,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         bias = checkpoint.linear(layer)[1]
         assert (linear.bias is None) == (bias is None)
         assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
-    if kind in (*TWO_LEVELS, FLOATS):
+    if kind in (*TWO_LEVELS, "Q5_K", FLOATS):
         with pytest.raises(UnsupportedModelError, match="use that file"):
             export(stored, tmp_path / "again.gguf", "gguf")
         return
