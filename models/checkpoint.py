@@ -18,6 +18,7 @@ from models.checkpoint_files import CheckpointFiles, read_folder
 from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import GgufTensor
+from models.shard import StoredTensor
 from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
 
 _TABLE_ROWS = 8192
@@ -127,19 +128,19 @@ class Checkpoint:
         biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
         return self._centered(name, self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases])))
 
-    def lattices(self, name: str) -> list[GgufTensor] | None:
-        """The parts of a linear layer, low-bit or not, if their numbers are all that the file says of it."""
+    def lattices(self, name: str) -> list[StoredTensor] | None:
+        """The parts of a linear layer, low-bit or not, if their numbers are all that the checkpoint says of it."""
         if self._is_of_latents(name):
             return None
         modules = [self._embedding_module()] if name == "head" and self.spec.tied else self._sources(name)
         parts = [self.files.entries[f"{module}.weight"] for module in modules]
-        found = [part for part in parts if isinstance(part, GgufTensor) and not (part.order and part.order.columns)]
+        turned = any(isinstance(part, GgufTensor) and part.order and part.order.columns for part in parts)
         multipliers = self.files.multipliers
         part = multipliers.get("q" if name.endswith("qkv") else "gate" if name.endswith("gate_up") else "", 1.0)
         if name.endswith(STATE_QKV) or (self.files.family.centered and name.endswith((".o", ".down"))):
             return None
-        whole = self._multiplier(name) == part == 1 and len(found) == len(parts) and ".tokens." not in f".{name}"
-        return found if whole and expert_of(name) is None else None
+        whole = self._multiplier(name) == part == 1 and not turned and ".tokens." not in f".{name}"
+        return parts if whole else None
 
     def in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """The rows [N, ...] of `lattices` side by side in the order that the architecture wants."""

@@ -20,6 +20,7 @@ gptq, compressed_tensors), and the packing of AutoGPTQ and compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,33 +82,54 @@ def _words(codes: npt.NDArray[np.uint8], order: tuple[int, ...]) -> npt.NDArray[
     return octets.view("<i4")[:, :, 0].astype(np.int32, copy=False)
 
 
-def from_awq(parts: Mapping[str, Array]) -> npt.NDArray[np.float32]:
-    """A matrix float32 [N, K] of its tensors, as `awq` gives them; scales are float32 already."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integers:
+    """A matrix of such integers."""
+
+    codes: npt.NDArray[np.uint8]
+    """[K, N]."""
+    zeros: Array
+    """Integers [G, N], at most 2^bits."""
+    scales: Array
+    """float32 [G, N]."""
+    of: Array
+    """[K], the group of an input."""
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """(codes - zeros) * scales, float32 [N, K].
+
+        Raises:
+            IndexError: an input's group is none.
+        """
+        found = self.codes.astype(np.float32)
+        found -= self.zeros.astype(np.float32)[self.of]
+        found *= self.scales[self.of]
+        return found.T
+
+
+def from_awq(parts: Mapping[str, Array]) -> Integers:
+    """A matrix of its tensors, as `awq` gives them; scales are float32 already."""
     codes, zeros = (_codes(parts[name], 4, _AWQ_ORDER) for name in ("qweight", "qzeros"))
     of = np.arange(len(codes)) // (len(codes) // len(zeros))
-    return _restored(codes, zeros, parts["scales"], of).T
+    return Integers(codes=codes, zeros=zeros, scales=parts["scales"], of=of)
 
 
-def from_gptq(parts: Mapping[str, Array], bits: int, *, less_one: bool) -> npt.NDArray[np.float32]:
-    """A matrix float32 [N, K] of its tensors, as `gptq` gives them; scales are float32 already, and `g_idx` may lack.
+def from_gptq(parts: Mapping[str, Array], bits: int, *, less_one: bool) -> Integers:
+    """A matrix of its tensors, as `gptq` gives them; scales are float32 already, and `g_idx` may lack.
 
     Raises:
-        IndexError: `g_idx` names a group that there is not.
+        IndexError: `g_idx` has a negative group.
     """
     codes, scales = _codes(parts["qweight"].T, bits).T, parts["scales"]
     zeros = _codes(parts["qzeros"], bits)[:, : scales.shape[1]].astype(np.int16) + less_one
     of = parts.get("g_idx", np.arange(len(codes)) // -(-len(codes) // len(scales)))
     if np.any(of < 0):
         raise IndexError(f"the group {of.min()} of an input is negative")
-    return _restored(codes, zeros, scales, of).T
+    return Integers(codes=codes, zeros=zeros, scales=scales, of=of)
 
 
-def from_compressed_tensors(parts: Mapping[str, Array], bits: int) -> npt.NDArray[np.float32]:
-    """A matrix float32 [N, K] of its tensors, as `compressed_tensors` gives them; scales are float32 already.
-
-    Raises:
-        IndexError: `weight_g_idx` names a group that there is not.
-    """
+def from_compressed_tensors(parts: Mapping[str, Array], bits: int) -> Integers:
+    """A matrix of its tensors, as `compressed_tensors` gives them; scales are float32 already."""
     codes, scales = _codes(parts["weight_packed"], bits), parts["weight_scale"]
     rows, width = codes.shape
     zeros: Array = np.full((1, 1), 1 << bits - 1, np.uint8)
@@ -116,15 +138,7 @@ def from_compressed_tensors(parts: Mapping[str, Array], bits: int) -> npt.NDArra
     of = parts.get("weight_g_idx")
     if of is None or np.any(of < 0):
         of = np.arange(width) // -(-width // scales.shape[1])
-    return _restored(codes.T, np.broadcast_to(zeros, scales.shape).T, scales.T, of).T
-
-
-def _restored(codes: Array, zeros: Array, scales: Array, of: Array) -> npt.NDArray[np.float32]:
-    """(codes - zeros) * scales: float32 [K, N] of codes [K, N], zeros and scales [G, N], and each input's group [K]."""
-    found = codes.astype(np.float32)
-    found -= zeros.astype(np.float32)[of]
-    found *= scales[of]
-    return found
+    return Integers(codes=codes.T, zeros=np.broadcast_to(zeros, scales.shape).T, scales=scales.T, of=of)
 
 
 def _codes(words: Array, bits: int, order: tuple[int, ...] = _IN_ORDER) -> npt.NDArray[np.uint8]:

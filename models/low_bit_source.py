@@ -27,7 +27,10 @@ import torch
 
 from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
-from models.integer_formats import from_awq, from_compressed_tensors, from_gptq
+from models.integer_formats import Integers, from_awq, from_compressed_tensors, from_gptq
+from models.packed import HALF_STEPS, NOT_A_NUMBER, Lattice
+from models.recipe import FLOATS, LARGEST_KEPT_GROUP
+from models.recipe import INTEGERS as INTEGER_TYPES
 from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, OCTETS, ShardTensor, StoredTensor, weights_by_type
 
 Array = npt.NDArray[Any]
@@ -52,8 +55,14 @@ class Form:
     possible: tuple[str, ...] = ()
     shape: Callable[[Mapping[str, tuple[int, ...]]], Shape | None]
     """Gives the shape [N, K] of the matrix by those of its tensors; None if they contradict each other."""
-    restore: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Gives the matrix, float32 [N, K]."""
+    restore: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """Gives the matrix, float32 [N, K]; None of integers."""
+    integers: Callable[[Mapping[str, Array]], Integers] | None = None
+    """Gives these, of their tensors; None of floating-point numbers."""
+    bits: int = 8
+    """Of a weight."""
+    along: int = 0
+    """The axis of groups in the scales of integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +100,61 @@ class LowBitTensor:
         Raises:
             CheckpointError: the file is gone or was truncated, or a number in it is out of range.
         """
+        if self.form.restore is not None:
+            return self.form.restore({last: tensor.stored() for last, tensor in self.parts.items()})[
+                self.part
+            ].contiguous()
         try:
-            whole = self.form.restore({last: tensor.stored() for last, tensor in self.parts.items()})
+            whole = torch.from_numpy(self._integers().dequantize())
         except IndexError as error:
             raise CheckpointError(
                 f"{self.path}: the groups of '{self.name}' are damaged ({error}). {_ANOTHER}"
             ) from error
         return whole[self.part].contiguous()
+
+    @property
+    def group_size(self) -> int:
+        """Input channels that share a scale, if groups follow each other: K / G, rounded up."""
+        groups = next(tensor.shape[self.form.along] for last, tensor in self.parts.items() if "scale" in last)
+        return -(-self.shape[1] // groups)
+
+    @property
+    def kind(self) -> str:
+        """One of `models.recipe.INTEGERS`, where it can be kept so; else what it is."""
+        kind = f"int{self.form.bits}"
+        if self.form.integers is None or kind not in INTEGER_TYPES:
+            return self.dtype
+        if (size := self.group_size) % 32 or self.shape[1] % size or size > LARGEST_KEPT_GROUP:
+            return f"{self.dtype} in groups of {size}"
+        for last, tensor in self.parts.items():
+            if last.endswith("g_idx") and not np.array_equal(tensor.stored(), np.arange(self.shape[1]) // size):
+                return f"{self.dtype} in groups of scattered inputs"
+            if "scale" in last and tensor.dtype != "F16" and not _are_halves(tensor.stored()):
+                return f"{self.dtype} with scales beyond half precision"
+        return kind
+
+    def lattice(self) -> Lattice:
+        """Codes, scales and zeros as they are stored, where `kind` says that they can be kept.
+
+        Raises:
+            CheckpointError: the file is gone or was truncated, or a scale is no number.
+        """
+        own = self._integers()
+        scales = own.scales.T[self.part]
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{self.path}: scales of '{self.name}' are NaN or infinite. {_ANOTHER}")
+        codes, zeros = own.codes.T[self.part], own.zeros.T[self.part].astype(np.uint8)
+        return Lattice(kind=f"int{self.form.bits}", codes=codes, scales=scales.astype(np.float16), zeros=zeros)
+
+    def _integers(self) -> Integers:
+        assert self.form.integers is not None
+        found = {last: tensor.stored() for last, tensor in self.parts.items()}
+        arrays = {last: (each.float() if each.is_floating_point() else each).numpy() for last, each in found.items()}
+        return self.form.integers(arrays)
+
+
+def _are_halves(scales: torch.Tensor) -> bool:
+    return torch.equal(scales.half().float(), scales.float())
 
 
 def read_low_bit(
@@ -178,7 +235,12 @@ def _form(fields: Fields) -> Form:
         if bits != 4 or version != "gemm":
             raise _refused(fields, f"AWQ of {bits} bits in the version '{version}'", "4 bits in the version gemm")
         return Form(
-            name="AWQ int4", main="qweight", needed=("qzeros", "scales"), shape=_awq_shape, restore=_by(from_awq)
+            name="AWQ int4",
+            main="qweight",
+            needed=("qzeros", "scales"),
+            shape=_awq_shape,
+            integers=from_awq,
+            bits=bits,
         )
     version = fields.text("checkpoint_format", "gptq")
     if bits not in _GPTQ_BITS or version not in ("gptq", "gptq_v2"):
@@ -189,7 +251,8 @@ def _form(fields: Fields) -> Form:
         needed=("qzeros", "scales"),
         possible=("g_idx",),
         shape=partial(_gptq_shape, bits=bits),
-        restore=_by(partial(from_gptq, bits=bits, less_one=version == "gptq")),
+        integers=partial(from_gptq, bits=bits, less_one=version == "gptq"),
+        bits=bits,
     )
 
 
@@ -215,7 +278,9 @@ def _compressed(fields: Fields) -> Form:
         needed=("weight_scale",),
         possible=("weight_zero_point", "weight_g_idx"),
         shape=partial(_packed_shape, bits=bits),
-        restore=_by(partial(from_compressed_tensors, bits=bits)),
+        integers=partial(from_compressed_tensors, bits=bits),
+        bits=bits,
+        along=1,
     )
 
 
@@ -281,14 +346,6 @@ def _packed_shape(shapes: Mapping[str, tuple[int, ...]], bits: int) -> Shape | N
     return (words[0], width) if fits and shapes.get("weight_g_idx", (width,)) == (width,) else None
 
 
-def _by(read: Callable[[Mapping[str, Array]], npt.NDArray[np.float32]]) -> Callable[..., torch.Tensor]:
-    def restore(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        arrays = {last: (each.float() if each.is_floating_point() else each).numpy() for last, each in parts.items()}
-        return torch.from_numpy(np.ascontiguousarray(read(arrays)))
-
-    return restore
-
-
 def _block(fields: Fields, sides: object) -> Shape | None:
     """Rows and columns that share a scale; None where config.json does not say."""
     if sides is None:
@@ -302,12 +359,10 @@ def _refused(fields: Fields, found: str, read: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{fields.source}: {found} cannot be read (it can: {read}). {_ANOTHER}")
 
 
-NAME = "MXFP4"
+NAME = FLOATS
 BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of the tensors end."""
 _BYTES, _LENGTH, _BIAS = 16, 32, 127
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Those without a sign, by their codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,9 +398,26 @@ class BlockFloats:
             shape=(count, self.shape[-1]),
         )
 
+    @property
+    def kind(self) -> str:
+        return NAME
+
+    def lattice(self) -> Lattice:
+        """Codes and exponents as they are stored.
+
+        Raises:
+            CheckpointError: the file is gone or was truncated, or a scale is no number.
+        """
+        pairs, scales = self.blocks.stored().numpy(), self.scales.stored().numpy()
+        if (scales == NOT_A_NUMBER).any():
+            raise CheckpointError(f"{self.path}: scales of '{self.name}' are no numbers. {_ANOTHER}")
+        codes = np.stack((pairs & 15, pairs >> 4), axis=-1)
+        rows, width = self.shape
+        return Lattice(kind=NAME, codes=codes.reshape(rows, width), scales=scales.reshape(rows, -1))
+
     def read(self) -> torch.Tensor:
         """Its numbers in bfloat16, which holds them exactly."""
-        numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)))
+        numbers = torch.from_numpy(HALF_STEPS / np.float32(2))
         codes, exponents = self.blocks.stored(), self.scales.stored().flatten().int() - _BIAS
         both = torch.stack((numbers[(codes & 15).int()], numbers[(codes >> 4).int()]), dim=-1)
         return torch.ldexp(both.view(-1, _LENGTH), exponents[:, None]).to(torch.bfloat16).view(self.shape)

@@ -28,6 +28,13 @@ class PackedResidual:
     """float16 [N], one for each output channel; None at 16 bits."""
 
 
+HALF_STEPS: npt.NDArray[np.int8] = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""The floating-point numbers of 4 bits by their codes, times two (OCP Microscaling Formats 1.0, §5.3.3)."""
+
+NOT_A_NUMBER = 255
+"""A scale that says so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
     """One linear layer, uniform or with a codebook.
@@ -35,7 +42,9 @@ class PackedLinear:
     Uniform: Ŵ[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] with g = k // group_size, or code[n, k] * scale[n, g] +
     minimum[n, g]; the last group of a row is shorter where group_size does not divide K. With a codebook: Ŵ[n, k] =
     codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] *
-    scale[n, 0], whose first product is a whole number in [-127, 127].
+    scale[n, 0], whose first product is a whole number in [-127, 127]. Of two levels (llama.cpp's Q4_K and Q6_K):
+    Ŵ[n, k] = code[n, k] * group_scale[n, g] * scale[n, s] + group_minimum[n, g] * minimum[n, s] with s = k // 256.
+    Floating-point numbers (MXFP4): Ŵ[n, k] = `HALF_STEPS`[code[n, k]] * 2^(scale[n, g] - 128).
     """
 
     name: str
@@ -43,22 +52,25 @@ class PackedLinear:
     shape: tuple[int, int]
     """(N, K)."""
     bits: int
-    """3 or 4, of weights that were low-bit before also 8 (canonical packing knows 2, 3, 4 and 8)."""
+    """3 or 4, of weights that were low-bit before also 6 or 8."""
     group_size: int
-    """Input channels that share a scale; a multiple of 32. With a codebook, those of an activation do."""
+    """Input channels that share a scale; a multiple of 32, or 16. With a codebook, those of an activation do."""
     codes: npt.NDArray[np.int32]
     """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]."""
+    """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]; two levels: [N, K / 256].
+    uint8 [N, G] of floating-point numbers: exponents plus 127."""
     zeros: npt.NDArray[np.uint8] | None
     """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook or minimums, and at 8 bits, where it is
     128."""
     minimums: npt.NDArray[np.float16] | None = None
-    """float16 [N, G], in place of zero-points; 4 bits only."""
+    """float16, as scales, in place of zero-points; 4 bits, and of two levels."""
     codebook: npt.NDArray[np.int8] | None = None
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
-    group_scales: npt.NDArray[np.uint8] | None = None
-    """uint8 [N, G], in [1, 16]; None where the matrix is not progressive."""
+    group_scales: npt.NDArray[np.uint8] | npt.NDArray[np.int8] | None = None
+    """uint8 [N, G], in [1, 16], where the matrix is progressive; int8 [N, G] where it has two levels; else None."""
+    group_minimums: npt.NDArray[np.int8] | None = None
+    """int8 [N, G] where the matrix has two levels; else None."""
     trellis: bool = False
     """Whether the codes are streams of a trellis (`models.trellis`), with scales [N, 1]."""
     per_token: bool = False
@@ -72,6 +84,54 @@ class PackedLinear:
     [0] is b0, [k - 1] is b15 for k channels). None when the recipe keeps no residuals."""
     mean_square: npt.NDArray[np.float32] | None
     """float32 [K]: mean of x² over calibration tokens, the static selector's metric. None as above."""
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are those of floating-point numbers."""
+        return self.scales.dtype == np.uint8
+
+    @property
+    def factors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
+        """Scales and minimums of the groups of a matrix without codebooks, float32 [N, G]; exact."""
+        if self.floats:
+            return np.ldexp(np.float32(1), self.scales.astype(np.int32) - 128), None
+        parts = (self.scales, self.group_scales), (self.minimums, self.group_minimums)
+        scales, minimums = (_product(part, None if self.group_minimums is None else own) for part, own in parts)
+        assert scales is not None
+        return scales, minimums
+
+
+def _product(
+    values: npt.NDArray[np.float16] | None, of_groups: npt.NDArray[np.integer] | None
+) -> npt.NDArray[np.float32] | None:
+    if values is None or of_groups is None:
+        return None if values is None else values.astype(np.float32)
+    groups = of_groups.shape[1] // values.shape[1]
+    return np.repeat(values.astype(np.float32), groups, axis=1) * of_groups.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lattice:
+    """A low-bit matrix as a checkpoint stores it; groups are those of `models.recipe.KEPT_GROUPS`, or the checkpoint's.
+
+    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; integers: (code - zero) * scale;
+    Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign,
+    and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
+    """
+
+    kind: str
+    codes: npt.NDArray[np.uint8]
+    """uint8 [N, K]."""
+    scales: npt.NDArray[np.float16]
+    """float16 [N, G], of either sign; [N, K / 256] of two levels; uint8 [N, G] of MXFP4."""
+    minimums: npt.NDArray[np.float16] | None = None
+    """float16, as scales; None of integers, Q4_0 and Q8_0."""
+    zeros: npt.NDArray[np.uint8] | None = None
+    """uint8, as scales, of integers; else None."""
+    group_scales: npt.NDArray[np.int8] | None = None
+    """int8 [N, G] of two levels; else None."""
+    group_minimums: npt.NDArray[np.int8] | None = None
+    """Likewise."""
 
 
 def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
@@ -92,6 +152,7 @@ def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:
         minimums=None if linear.minimums is None else linear.minimums[rows],
         codebook=None if linear.codebook is None else linear.codebook[rows],
         group_scales=None if linear.group_scales is None else linear.group_scales[rows],
+        group_minimums=None if linear.group_minimums is None else linear.group_minimums[rows],
         bias=None if linear.bias is None else linear.bias[rows],
         residual=residual,
     )

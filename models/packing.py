@@ -1,4 +1,4 @@
-"""Canonical packing: unsigned codes of 2, 3, 4 or 8 bits in 32-bit words, the same on every machine.
+"""Canonical packing: unsigned codes of 2, 3, 4, 6 or 8 bits in 32-bit words, the same on every machine.
 
 A row of L codes is cut into runs of 32; each run takes `bits` little-endian 32-bit words, so a row takes
 ceil(L / 32) * bits words. The tail of the last run is filled with zeros. Inside a run (value i in 0..31):
@@ -9,6 +9,7 @@ bits  words  where value i lies
 2     2      word i // 16, bits 2 * (i % 16) and up
 3     3      low two bits: words 0 and 1, as in 2-bit packing; high bit: word 2, bit i
 4     4      word i // 8, bits 4 * (i % 8) and up (low nibble first)
+6     6      low four bits: words 0 to 3, as in 4-bit packing; high two: words 4 and 5, as in 2-bit packing
 8     8      word i // 4, bits 8 * (i % 4) and up (low byte first)
 ====  =====  ==========================================================================================
 
@@ -25,7 +26,7 @@ Int32Array = npt.NDArray[np.int32]
 
 RUN = 32
 """Codes that are packed together."""
-PACKED_BITS = (2, 3, 4, 8)
+PACKED_BITS = (2, 3, 4, 6, 8)
 """Bit widths this packing knows."""
 
 
@@ -47,7 +48,7 @@ def pack(codes: UInt8Array, bits: int) -> Int32Array:
 
     Args:
         codes: uint8 [R, L], each below 2^bits.
-        bits: 2, 3, 4 or 8.
+        bits: One of `PACKED_BITS`.
 
     Returns:
         int32 [R, ceil(L / 32) * bits], contiguous.
@@ -67,6 +68,10 @@ def pack(codes: UInt8Array, bits: int) -> Int32Array:
         wide[:, :length] = codes
         codes = wide
     codes = np.ascontiguousarray(codes)
+    if bits == 6:
+        planes = pack(codes & np.uint8(15), 4), pack(codes >> np.uint8(4), 2)
+        runs = [plane.reshape(rows, padded // RUN, own) for plane, own in zip(planes, (4, 2), strict=True)]
+        return np.concatenate(runs, axis=-1).reshape(rows, words)
     if bits == 8:
         packed = codes
     elif bits == 4:
@@ -86,7 +91,7 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
 
     Args:
         words: int32 [R, ceil(length / 32) * bits].
-        bits: 2, 3, 4 or 8.
+        bits: One of `PACKED_BITS`.
         length: codes in each row (L).
 
     Returns:
@@ -101,6 +106,10 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
             f"{length} codes of {bits} bits need int32 [R, {width}], not {words.dtype} with shape {words.shape}"
         )
     rows = words.shape[0]
+    if bits == 6:
+        runs = words.reshape(rows, width // 6, 6)
+        low, high = runs[..., :4].reshape(rows, width // 6 * 4), runs[..., 4:].reshape(rows, width // 6 * 2)
+        return unpack(low, 4, length) | unpack(high, 2, length) << np.uint8(4)
     octets = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     if bits == 8:
         codes = octets
@@ -111,10 +120,11 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
     elif bits == 2:
         codes = _unpack_pairs(octets)
     else:
-        runs = octets.reshape(rows, width // 3, 12)
-        codes = _unpack_pairs(runs[:, :, :8].reshape(rows, width // 3 * 8))
-        high = np.unpackbits(runs[:, :, 8:].reshape(rows, width // 3 * 4), axis=1, bitorder="little")
-        codes |= high << np.uint8(2)
+        triples = octets.reshape(rows, width // 3, 12)
+        codes = _unpack_pairs(triples[:, :, :8].reshape(rows, width // 3 * 8))
+        codes |= np.unpackbits(triples[:, :, 8:].reshape(rows, width // 3 * 4), axis=1, bitorder="little") << np.uint8(
+            2
+        )
     return np.ascontiguousarray(codes[:, :length])
 
 

@@ -14,11 +14,20 @@ METHODS: tuple[Method, ...] = get_args(Method)
 """All methods."""
 KEPT = "kept"
 """In place of a method: weights that are low-bit already stay as they are (`models.quantize.kept`)."""
-KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-"""Types of GGUF files that are kept, by the bits of their codes."""
-KEPT_GROUP_SIZE = 32
-"""Input channels that share a scale in these."""
-KEEPS = "a GGUF file's Q4_0, Q4_1 and Q8_0, bit for bit"
+INTEGERS: Mapping[str, int] = {"int3": 3, "int4": 4}
+"""Integers of AWQ, GPTQ and compressed-tensors that are kept, by their bits; their groups are the checkpoint's."""
+GGUF_GROUPS: Mapping[str, int] = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q6_K": 16, "MXFP4": 32}
+"""Types of GGUF files that are kept, by the input channels that share a scale."""
+KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6, "MXFP4": 4, **INTEGERS}
+"""All types that are kept, by the bits of their codes."""
+TWO_LEVELS = frozenset({"Q4_K", "Q6_K"})
+"""Types whose groups have factors in whole numbers, and share half-precision ones in `SUPER_GROUP`."""
+FLOATS = "MXFP4"
+"""The type of floating-point numbers, which folders have, too."""
+SUPER_GROUP = 256
+LARGEST_KEPT_GROUP = 256
+"""Larger groups of integers are not kept: activations of 8 bits share a scale in a group, too."""
+KEEPS = "a GGUF file's Q4_0, Q4_1, Q8_0, Q4_K to Q6_K and MXFP4, integers of AWQ and GPTQ, bit for bit"
 """Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes, or `KEPT`."""
@@ -196,9 +205,9 @@ class Recipe:
         """Whether matrices have two levels of scales: of an output channel, and of its groups."""
         return self.per_token and self.group_size > 0
 
-    def group_of(self, width: int) -> int:
-        """Input channels that share a scale in a matrix with so many, a multiple of 32."""
-        return self.group_size or -(-width // 32) * 32
+    def group_of(self, width: int, name: str = "") -> int:
+        """Input channels that share a scale in the linear layer `name` with so many; a multiple of 32, or 16."""
+        return GGUF_GROUPS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
 
     @property
     def mixed(self) -> bool:

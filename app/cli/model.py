@@ -276,10 +276,11 @@ def _hub_checkpoint(name: str, services: Services, output: Output) -> Path:
 
 def _make(checkpoint: Path, services: Services, output: Output, name: str | None = None) -> StoredModelInfo:
     """Make a stored model; of a file whose weights are low-bit already, with these unless it has a name of ours."""
-    from models.quantize import for_checkpoint, kept_by_default
+    from models.quantize import for_checkpoint
     from models.recipe import Recipe, chosen_method
+    from runtime.load.plan import kept_here
 
-    kept = None if name is not None else kept_by_default(checkpoint)
+    kept = None if name is not None else kept_here(checkpoint, output.note)
     if kept is None:
         recipe = for_checkpoint(Recipe(method=chosen_method("auto")), checkpoint)
         output.note(

@@ -104,6 +104,8 @@ class ModelSetup:
 def title_of(request: QuantizeRequest) -> str:
     """The title of the job for a request."""
     name = request.source.rstrip("/").rpartition("/")[2]
+    if request.keep:  # only the file tells its bits
+        return _("Preparing {name}", name=name)
     if Path(request.source).expanduser().exists():
         return _("Preparing {name} at {bits:g} bits", name=name, bits=request.bits)
     return _("Getting {name} at {bits:g} bits", name=name, bits=request.bits)

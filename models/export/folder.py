@@ -193,7 +193,7 @@ class FolderWriter:
             raise self._refusal("its codes are not evenly spaced: export it as gguf, or with its residuals")
         if recipe.kept:
             raise self._refusal(
-                "it has the weights of a GGUF file, whose minimums have no place there: export it as gguf"
+                "it has the weights of its source, whose minimums and 8 bits have no place there: export it as gguf"
             )
         for kind in LAYER_TYPES:
             for module, rows in parts(spec, self._family, kind):

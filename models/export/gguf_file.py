@@ -48,6 +48,7 @@ from models.packing import unpack
 from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
+from models.recipe import FLOATS, GGUF_GROUPS, TWO_LEVELS
 from models.rope import frequencies
 from models.spec import LAYER_TYPES
 from models.store import StoredModel
@@ -88,6 +89,9 @@ class GgufWriter:
     """
 
     def __init__(self, model: StoredModel, residuals: bool) -> None:
+        self._kept = model.recipe.types or {}
+        if {*TWO_LEVELS, FLOATS} & set(self._kept.values()):
+            raise refusal(model, "it has the weights of such a file as they are there; use that file")
         self._model, self._spec, self._residuals = model, model.spec, residuals
         self._family = FAMILIES[model.spec.family]
         self._architecture = self._checked_architecture()
@@ -130,8 +134,8 @@ class GgufWriter:
             writer.write_ti_data_to_file()
             for linear, tensors in self._matrices():
                 step()
-                kind, kept = self._kind(linear), self._model.recipe.kept
-                packed = _kept(linear, kind) if kept else _packed(linear, kind, self._residuals)
+                kind, kept = self._kind(linear), self._kept.get(linear.name)
+                packed = _kept(linear, kind) if kept in GGUF_GROUPS else _packed(linear, kind, self._residuals)
                 for tensor in tensors:
                     writer.write_tensor_data(_reordered(packed[tensor.rows], tensor.heads))
                 self._model.release()
@@ -144,9 +148,8 @@ class GgufWriter:
         return counts
 
     def _kind(self, linear: PackedLinear) -> str:
-        types = self._model.recipe.types
-        if types is not None:
-            return types[linear.name]
+        if (kept := self._kept.get(linear.name)) in GGUF_GROUPS:
+            return str(kept)
         if linear.shape[1] % _BLOCK:
             return "F16"
         return "Q8_0" if self._residuals or linear.zeros is None else "Q4_1"

@@ -17,7 +17,8 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
-from models.recipe import KEPT_GROUP_SIZE
+from models.packed import NOT_A_NUMBER, Lattice
+from models.recipe import FLOATS, GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
 from models.spec import QUERIES
 
 if TYPE_CHECKING:
@@ -137,22 +138,6 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lattice:
-    """A low-bit matrix as a file stores it, in groups of 32.
-
-    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale.
-    """
-
-    kind: str
-    codes: npt.NDArray[np.uint8]
-    """uint8 [N, K]."""
-    scales: npt.NDArray[np.float16]
-    """float16 [N, K / 32], of either sign."""
-    minimums: npt.NDArray[np.float16] | None
-    """float16 [N, K / 32]; None but for Q4_1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """An order of rows that differs from Hugging Face's: as [outer, ..., inner, width], with two axes swapped there."""
 
@@ -249,7 +234,7 @@ class GgufTensor:
         return whole if self.order is None else self.order.undone(whole)
 
     def lattice(self) -> Lattice:
-        """Its codes, scales and minimums as they are stored; the type is one of `models.recipe.KEPT_BITS`.
+        """Its codes, scales and minimums as they are stored; of a type of `models.recipe.GGUF_GROUPS`, or Q5_K.
 
         Raises:
             CheckpointError: the file is gone or shorter than it was, or a scale is no number.
@@ -257,18 +242,20 @@ class GgufTensor:
         import torch
 
         rows, width = self.shape
-        groups = width // KEPT_GROUP_SIZE
-        stored = np.asarray(self._mapped()).reshape(rows, groups, -1)
-        factors = 2 if self.dtype == "Q4_1" else 1
-        halves = np.ascontiguousarray(stored[..., : 2 * factors]).view("<f2")
-        if not np.isfinite(halves).all():
-            raise CheckpointError(f"{self.path}: scales of '{self.name}' are NaN or infinite. {DOWNLOAD_AGAIN}")
-        octets: npt.NDArray[Any] = stored[..., 2 * factors :]
-        codes = octets ^ 128 if self.dtype == "Q8_0" else np.concatenate((octets & 15, octets >> 4), axis=-1)
-        parts: list[npt.NDArray[Any]] = [codes.reshape(rows, width), *(halves[..., i] for i in range(factors))]
+        length = GGUF_GROUPS[self.dtype] if self.dtype in GGUF_GROUPS.keys() - TWO_LEVELS else SUPER_GROUP
+        found = _blocks(self.dtype, np.asarray(self._mapped()).reshape(rows, width // length, -1))
+        halves = (found[name] for name in ("scales", "minimums") if name in found)
+        fine = all(
+            np.isfinite(each).all() and not (self.dtype == FLOATS and (each == NOT_A_NUMBER).any()) for each in halves
+        )
+        if not fine:
+            raise CheckpointError(
+                f"{self.path}: scales of '{self.name}' are NaN, infinite or too large. {DOWNLOAD_AGAIN}"
+            )
+        parts = {name: np.ascontiguousarray(part.reshape(rows, -1)) for name, part in found.items()}
         if self.order is not None:
-            parts = [self.order.undone(torch.from_numpy(np.ascontiguousarray(part))).numpy() for part in parts]
-        return Lattice(kind=self.dtype, codes=parts[0], scales=parts[1], minimums=parts[2] if factors > 1 else None)
+            parts = {name: self.order.undone(torch.from_numpy(part)).numpy() for name, part in parts.items()}
+        return Lattice(kind=self.dtype, **parts)
 
     def _mapped(self) -> np.memmap[tuple[int, ...], np.dtype[np.uint8]]:
         try:
@@ -277,6 +264,52 @@ class GgufTensor:
             return np.memmap(self.path, np.uint8, "r", self.info.offset, (self.info.size,))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({error.strerror}). {DOWNLOAD_AGAIN}") from error
+
+
+def _blocks(kind: str, stored: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+    """The parts of a `Lattice`, [N, blocks, ..], of a type's blocks, uint8 [N, blocks, bytes].
+
+    Source: the layouts are those of ggml-common.h, as the `gguf` package reads them.
+    """
+    blocks = stored.shape[:2]
+    codes: npt.NDArray[Any]
+    if kind == "Q6_K":
+        scales, levels = _halves(stored[..., 208:])[..., 0], stored[..., 192:208].view(np.int8)
+        low = stored[..., :128].reshape(*blocks, 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
+        high = stored[..., 128:192].reshape(*blocks, 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
+        codes = low.reshape(*blocks, -1) | high.reshape(*blocks, -1) << 4
+        with np.errstate(over="ignore"):
+            minimums = scales * np.float16(-32)
+        return {
+            "codes": codes,
+            "scales": scales,
+            "minimums": minimums,
+            "group_scales": levels,
+            "group_minimums": levels,
+        }
+    if kind == FLOATS:
+        nibbles = np.stack((stored[..., 1:] & 15, stored[..., 1:] >> 4), axis=-2)
+        return {"codes": nibbles, "scales": stored[..., 0]}
+    count = 2 if kind in ("Q4_1", "Q4_K", "Q5_K") else 1
+    halves, octets = _halves(stored[..., : 2 * count]), stored[..., 2 * count :]
+    parts: dict[str, npt.NDArray[Any]] = {"scales": halves[..., 0]}
+    if count > 1:
+        parts["minimums"] = halves[..., 1] if kind == "Q4_1" else -halves[..., 1]
+    if kind in ("Q4_K", "Q5_K"):
+        # Four scales and four minimums have a byte each; its high two bits belong to one of the last four.
+        first, high, last = octets[..., :8] & 63, octets[..., :8] >> 6 << 4, octets[..., 8:12]
+        lasts = last & 15 | high[..., :4], last >> 4 | high[..., 4:]
+        for name, own, of in zip(("group_scales", "group_minimums"), np.split(first, 2, axis=-1), lasts, strict=True):
+            parts[name] = np.concatenate((own, of), axis=-1).view(np.int8)
+        tops, octets = octets[..., None, 12:44], octets[..., -128:].reshape(*blocks, 4, 32)
+    codes = octets ^ 128 if kind == "Q8_0" else np.stack((octets & 15, octets >> 4), axis=-2)
+    if kind == "Q5_K":  # the byte of an input channel has its fifth bit in each group
+        codes = codes.reshape(*blocks, 8, 32) | (tops >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
+    return {"codes": codes, **parts}
+
+
+def _halves(octets: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
+    return np.ascontiguousarray(octets).view("<f2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,10 +53,10 @@ def kept_by_default(folder: Path) -> Recipe | None:
         ModelError: the checkpoint is damaged or not supported.
     """
     try:
-        recipe = keeping(folder) if folder.is_file() else None
+        recipe = keeping(folder)
     except QuantizationError:
         return None
-    return recipe if recipe is not None and recipe.bits <= LARGEST_BITS else None
+    return recipe if recipe.bits <= LARGEST_BITS else None
 
 
 def quantize(

@@ -232,6 +232,7 @@ def stored_tensors(linear: PackedLinear) -> dict[str, Array]:
         "minimums": linear.minimums,
         "codebook": linear.codebook,
         "group_scales": linear.group_scales,
+        "group_minimums": linear.group_minimums,
         "bias": linear.bias,
         "residual": None if residual is None else residual.codes,
         "residual_scales": None if residual is None else residual.scales,

@@ -22,7 +22,7 @@ from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
 from models.quantize.calibration import InputStatistics, KeyMoments
-from models.quantize.kept import kept_linear, rounded_head
+from models.quantize.kept import kept_linear, rounded
 from models.quantize.lowered import LoweredLinear, products
 from models.quantize.matrix import quantize_matrix, stored_tensors
 from models.quantize.outer import outer_tensors, quantize_outer
@@ -84,8 +84,8 @@ class Pipeline:
         checkpoint = Checkpoint.open(folder)
         spec = checkpoint.spec
         able = MATRIX_BY_MATRIX if spec.latent is not None else ("trellis", *MATRIX_BY_MATRIX)
-        special = (spec.v_norm or "both" in spec.mixers) and not recipe.kept
-        if (special or spec.mixture is not None or spec.latent is not None) and recipe.method not in able:
+        special = spec.v_norm or "both" in spec.mixers or spec.mixture is not None or spec.latent is not None
+        if special and not recipe.kept and recipe.method not in able:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {' or '.join(able)}")
         if recipe.smooth_attention and (spec.wide_heads is not None or spec.latent is not None):
@@ -162,15 +162,16 @@ class Pipeline:
             self._report("quantize", layer, spec.num_layers + 1, "blocks", f"Block {layer + 1} of {spec.num_layers}")
             if work.has(layout.block_file(layer)):
                 continue
-            tensors: dict[str, Array] = {name: checkpoint.vector(name).numpy() for name in spec.block_vectors(layer)}
+            names = (*spec.block_vectors(layer), *spec.routers(layer))
+            tensors: dict[str, Array] = {name: checkpoint.vector(name).numpy() for name in names}
+            if spec.mixture is not None and spec.has_experts(layer):
+                tensors[layout.expert_tokens(layer)] = np.zeros(spec.mixture.num_experts, np.int32)
             for name in spec.block_linears(layer):
                 tensors |= stored_tensors(kept_linear(checkpoint, name, types[name]))
             work.save_tensors(layout.block_file(layer), tensors)
         outer = {**outer_tensors(checkpoint), "norm": checkpoint.vector("norm").numpy()}
         work.save_tensors(layout.OUTER, {**outer, **stored_tensors(kept_linear(checkpoint, "head", types["head"]))})
-        head = rounded_head(checkpoint)
-        note = None if head is None else f"the output head, {head} in the file, is rounded to 8 bits"
-        quality = Quality(perplexity_before=None, perplexity_after=None, warning=note)
+        quality = Quality(perplexity_before=None, perplexity_after=None, warning=rounded(checkpoint, types))
         work.save(layout.RECIPE, [recipe_file(self.identity, quality.to_json())])
         self._mtp(work)
         self._describe(work, quality)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from models import trellis
 from models.families.family import Family
-from models.packed import PackedLinear, PackedResidual
+from models.packed import HALF_STEPS, PackedLinear, PackedResidual
 from models.packing import RUN, unpack
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.spec import ModelSpec
@@ -36,11 +36,15 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
 
 def _kept(linear: PackedLinear, codes: npt.NDArray[np.uint8]) -> FloatArray:
     """Ŵ of a matrix without zero-points, as the `gguf` package computes it, bit for bit."""
-    weight = codes.astype(np.float32) if linear.minimums is not None else codes.astype(np.float32) - np.float32(128)
+    scales, minimums = linear.factors
+    if linear.floats:
+        weight = HALF_STEPS[codes].astype(np.float32)
+    else:
+        weight = codes.astype(np.float32) if minimums is not None else codes.astype(np.float32) - np.float32(128)
     groups = weight.reshape(len(weight), -1, linear.group_size)
-    groups *= linear.scales.astype(np.float32)[..., None]
-    if linear.minimums is not None:
-        groups += linear.minimums.astype(np.float32)[..., None]
+    groups *= scales[..., None]
+    if minimums is not None:
+        groups += minimums[..., None]
     return weight
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from models import mtp
 from models.packed import tensor_names, tensor_shape
 from models.packing import packed_width
-from models.recipe import Recipe
+from models.recipe import FLOATS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.spec import ModelSpec, expert_of
 
 MANIFEST = "manifest.json"
@@ -36,7 +36,7 @@ MTP = "mtp.safetensors"
 TensorTypes = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Type and shape of each tensor of a file."""
 
-_CODES = frozenset({"codes", "stream", "scales", "zeros", "minimums", "codebook", "group_scales"})
+_CODES = frozenset({"codes", "stream", "scales", "zeros", "minimums", "codebook", "group_scales", "group_minimums"})
 _NOT_ON_DEVICE = frozenset({"embed", "rank_maximum", "mean_square", "tokens"})
 """Last parts of tensors' names: those of weights, and those that no device needs."""
 _I32, _F32, _F16 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float16)
@@ -72,12 +72,16 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
     elif recipe.codebook:
         tensors |= {f"{name}.scales": (_F16, (rows, 1)), f"{name}.codebook": (_I8, (rows, 2**bits))}
     else:
-        groups = -(-width // recipe.group_of(width))
-        tensors[f"{name}.scales"] = (_F16, (rows, 1 if recipe.progressive else groups))
+        groups = -(-width // recipe.group_of(width, name))
         kept = None if recipe.types is None else recipe.types[name]
-        if kept == "Q4_1":
+        halves = 1 if recipe.progressive else width // SUPER_GROUP if kept in TWO_LEVELS else groups
+        tensors[f"{name}.scales"] = (_U8 if kept == FLOATS else _F16, (rows, halves))
+        if kept in TWO_LEVELS:
+            tensors[f"{name}.minimums"] = (_F16, (rows, halves))
+            tensors |= {f"{name}.{part}": (_I8, (rows, groups)) for part in ("group_scales", "group_minimums")}
+        elif kept == "Q4_1":
             tensors[f"{name}.minimums"] = (_F16, (rows, groups))
-        elif kept != "Q8_0":
+        elif kept not in ("Q8_0", FLOATS):
             tensors[f"{name}.zeros"] = (_U8, (rows, groups))
         if recipe.progressive:
             tensors[f"{name}.group_scales"] = (_U8, (rows, groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,8 +20,11 @@ from models.store.store import GGUF
 from runtime.engine.saved import forgetting
 from runtime.errors import RequestError
 from runtime.load.certificate import certify
+from runtime.load.plan import kept_here
 from runtime.wire.answers import ModelEntry
 from runtime.wire.requests import QuantizeRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +174,8 @@ class ModelBuilder:
             method = chosen_method(request.method, request.group_size)
             recipe = Recipe.usual(method, bits=request.bits, **usual)
         checkpoint = self._checkpoint(request.source, progress, cancelled)
-        recipe = for_checkpoint(recipe, checkpoint, request.method)
+        kept = kept_here(checkpoint, logger.info) if request.keep else None
+        recipe = kept or for_checkpoint(recipe, checkpoint, request.method)
         with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
             info = quantize(
                 checkpoint,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
+from models.recipe import Recipe
 from models.store import StoredModel
 from models.store.certificate import Certificate
 from runtime.backends import AUTO, AnyBackend, ModelSizes, Presence, backend, backends
@@ -90,6 +91,38 @@ def _requested(runner: AnyBackend) -> Candidate:
         todo = f": {presence.fix}" if presence.fix else ""
         raise BackendError(f"{runner.label} cannot run here, because {presence.reason}{todo}; or use another backend")
     return Candidate(backend=runner, presence=presence, reason=f"{runner.label} was requested")
+
+
+def kept_here(folder: Path, tell: Callable[[str], object]) -> Recipe | None:
+    """The recipe of `models.quantize.kept_by_default`; None as well where a card would run the model, but not with it.
+
+    Args:
+        folder: A checkpoint's folder or GGUF file.
+        tell: Takes the sentence that says so.
+
+    Raises:
+        ModelError: the checkpoint is damaged or not supported.
+        BackendError: no backend can run here.
+    """
+    from models.checkpoint import Checkpoint
+    from models.quantize import kept_by_default
+
+    recipe = kept_by_default(folder)
+    if recipe is None:
+        return None
+    spec = Checkpoint.open(folder).spec
+    for candidate in candidates():
+        try:
+            candidate.backend.footprint(spec, ModelSizes(weight_bytes=0), compensated=False)
+        except BackendError:
+            continue
+        try:
+            candidate.backend.footprint(spec, ModelSizes(weight_bytes=0, recipe=recipe), compensated=False)
+        except BackendError as error:
+            tell(f"{error}, so they are rounded; `quantize --method kept` keeps them, for the processor")
+            return None
+        break
+    return recipe
 
 
 def open_decoder(

@@ -170,6 +170,8 @@ class QuantizeRequest:
     """A checkpoint's folder or GGUF file, its short name, or its name on the hub."""
     bits: Annotated[float, Within(SMALLEST_BITS, LARGEST_BITS)] = 4
     """Bits of the base weights."""
+    keep: bool = False
+    """Whether a checkpoint that `run` would keep as it is, is kept; `bits` and the rest are for all others."""
     method: AskedMethod = "auto"
     group_size: int = DEFAULT_GROUP_SIZE
     residual_bits: int = 4

@@ -7,20 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from models import low_bit_source
 from models.checkpoint import Checkpoint
-from models.errors import CheckpointError, UnsupportedModelError
+from models.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from models.experts import Part
-from models.quantize import quantize
+from models.quantize import keeping, kept_by_default, quantize
+from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.shard import StoredTensor
 from models.store import Store
+from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.reference.decoder import ReferenceDecoder
+from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_tokenizer
+from tests.models.kept import check_logits
 from tests.models.random_models import random_model
+from tests.runtime.backends.triton.interpreter import DEVICE, patched_once
 
 GROUP = 32
 Tensors = dict[str, torch.Tensor]
@@ -47,19 +54,33 @@ def scales_of(random: torch.Generator, groups: int, rows: int) -> torch.Tensor:
 def gptq(bits: int, version: str, *, shuffled: bool) -> tuple[Encoder, dict[str, Any]]:
     def encode(random: torch.Generator, rows: int, width: int) -> tuple[Tensors, torch.Tensor]:
         codes = integers(random, (width, rows), 0, 1 << bits)
-        zeros = integers(random, (width // GROUP, rows), 1, 1 << bits)
+        less_one = version == "gptq"
+        zeros = integers(random, (width // GROUP, rows), 1, (1 << bits) + less_one)
         scales, of = scales_of(random, width // GROUP, rows), torch.arange(width) // GROUP
         if shuffled:
             of = of[torch.randperm(width, generator=random)]
         tensors = {
             "qweight": stream(codes.T, bits).T.contiguous(),
-            "qzeros": stream(zeros - int(version == "gptq"), bits),
+            "qzeros": stream(zeros - int(less_one), bits),
             "scales": scales,
         }
         tensors |= {"g_idx": of.int()} if shuffled else {}
         return tensors, ((codes.float() - zeros.float()[of]) * scales.float()[of]).T
 
     return encode, {"quant_method": "gptq", "bits": bits, "checkpoint_format": version, "group_size": GROUP}
+
+
+def awq() -> tuple[Encoder, dict[str, Any]]:
+    def in_eights(codes: torch.Tensor) -> torch.Tensor:
+        return stream(codes.view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    def encode(random: torch.Generator, rows: int, width: int) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros = (integers(random, (count, rows), 0, 16) for count in (width, width // GROUP))
+        scales, of = scales_of(random, width // GROUP, rows), torch.arange(width) // GROUP
+        tensors = {"qweight": in_eights(codes), "qzeros": in_eights(zeros), "scales": scales}
+        return tensors, ((codes - zeros[of]) * scales.float()[of]).T
+
+    return encode, {"quant_method": "awq", "bits": 4, "group_size": GROUP}
 
 
 def compressed(bits: int, *, symmetric: bool, groups: bool) -> tuple[Encoder, dict[str, Any]]:
@@ -99,7 +120,10 @@ def floats(scale: str, block: list[int] | None, about: dict[str, Any]) -> tuple[
 
 ROW_FLOATS = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
 FORMS: dict[str, tuple[Encoder, dict[str, Any]]] = {
+    "awq": awq(),
     "gptq-4": gptq(4, "gptq", shuffled=False),
+    "gptq-4-shuffled": gptq(4, "gptq", shuffled=True),
+    "gptq-3": gptq(3, "gptq", shuffled=False),
     "gptq-3-shuffled": gptq(3, "gptq_v2", shuffled=True),
     "gptq-2": gptq(2, "gptq", shuffled=False),
     "gptq-8": gptq(8, "gptq", shuffled=True),
@@ -112,10 +136,11 @@ FORMS: dict[str, tuple[Encoder, dict[str, Any]]] = {
 }
 
 
-def write(folder: Path, form: str) -> tuple[Path, Path]:
+def write(folder: Path, form: str, family: str = "Qwen2", **changes: Any) -> tuple[Path, Path]:
     """Two folders with one random model: its blocks' matrices in a form, and in float32."""
     encode, about = FORMS[form]
-    model = random_model("Qwen2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=False)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    model = random_model(family, **sizes, **changes)
     plain, low = folder / "plain", folder / "low"
     model.save_pretrained(plain)
     write_tokenizer(plain, model.config.vocab_size)
@@ -152,6 +177,72 @@ def test_a_form_is_read_as_the_weights_that_it_holds(form: str, tmp_path: Path) 
     entry = low.files.entries["model.layers.1.mlp.down_proj.weight"]
     whole = entry.read()
     assert torch.equal(columns(entry.rows(3, 9)).read(), whole[3:12, 40:60])
+
+
+KEPT_FORMS = ("awq", "gptq-4", "gptq-3", "compressed-4", "compressed-4-zeros")
+
+
+@pytest.mark.parametrize("form", KEPT_FORMS)
+def test_integers_are_kept_bit_for_bit(form: str, tmp_path: Path) -> None:
+    plain, low = write(tmp_path, form)
+    recipe = kept_by_default(low)
+    assert recipe is not None
+    assert recipe.group_size == GROUP
+    stored = Store(tmp_path / "store").open(quantize(low, Store(tmp_path / "store"), recipe).name)
+    assert stored.info.summary.warning == "the output head, F32 in the source, is rounded to 8 bits"
+    for name in stored.spec.linear_names():
+        (expected, bias), linear = Checkpoint.open(plain).linear(name), stored.linear(name)
+        assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+        assert name == "head" or np.array_equal(dequantize(linear), expected.numpy()), name
+
+
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {*KEPT_FORMS}))
+def test_what_cannot_be_kept_is_named(form: str, tmp_path: Path) -> None:
+    _, low = write(tmp_path, form)
+    assert kept_by_default(low) is None
+    why = "int4 in groups of scattered inputs" if form == "gptq-4-shuffled" else ""
+    with pytest.raises(QuantizationError, match=rf"layers\.0\.qkv cannot be kept as they are \(.*{why}"):
+        keeping(low)
+
+
+def test_scales_must_be_numbers_of_half_precision(tmp_path: Path) -> None:
+    def change(tensors: Tensors, value: float) -> None:
+        name = "model.layers.0.self_attn.q_proj.scales"
+        tensors[name] = tensors[name].float()
+        tensors[name][0, 0] = value
+
+    fine, beyond, damaged = (tmp_path / name for name in ("fine", "beyond", "damaged"))
+    for folder, value in ((fine, 2.0), (beyond, 0.1)):
+        folder.mkdir()
+        spoiled(folder, lambda tensors, _about, value=value: change(tensors, value))
+    assert kept_by_default(fine / "low") is not None
+    with pytest.raises(QuantizationError, match="GPTQ int4 with scales beyond half precision"):
+        keeping(beyond / "low")
+    damaged.mkdir()
+    name = "model.layers.0.self_attn.q_proj.scales"
+    low = spoiled(damaged, lambda tensors, _about: tensors[name].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"scales of .*q_proj\.qweight' are NaN or infinite"):
+        quantize(low, Store(tmp_path / "store"), keeping(low))
+
+
+def test_experts_are_kept(tmp_path: Path) -> None:
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    plain, low = write(tmp_path, "awq", "Qwen3Moe", **experts)
+    recipe, store = kept_by_default(low), Store(tmp_path / "store")
+    assert recipe is not None
+    stored = store.open(quantize(low, store, recipe).name)
+    for name in stored.spec.linear_names():
+        linear, expected = stored.linear(name), Checkpoint.open(plain).linear(name)[0].numpy()
+        assert name == "head" or np.array_equal(dequantize(linear), expected), name
+    check_logits(stored)
+    with patched_once():
+        from runtime.backends.triton.decoder import TritonDecoder
+
+        options, tokens = DecoderOptions(context=64, max_rows=16, kv="fp16"), np.arange(3, 6)
+        decoders = ReferenceDecoder(stored, options), TritonDecoder(stored, options, DEVICE)
+        expected, found = (decoder.forward(Step.of(tokens)) for decoder in decoders)
+        assert np.sqrt(np.mean((expected - found) ** 2)) < 0.005 * expected.std()
+        decoders[1].close()
 
 
 def test_a_model_made_of_it_is_that_of_the_weights(tmp_path: Path) -> None:
@@ -279,6 +370,29 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
     entry = plain.files.entries["model.layers.1.mlp.experts.2.up_proj.weight"]
     assert torch.equal(columns(entry.rows(3, 9)).read(), entry.read()[3:12, 40:60])
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    """What is not low-bit in the source is rounded to 8 bits."""
+    plain, low = write_gpt_oss(tmp_path)
+    write_tokenizer(low, 67)
+    recipe, store = kept_by_default(low), Store(tmp_path / "store")
+    assert recipe is not None
+    stored = store.open(quantize(low, store, recipe).name)
+    note = "5 matrices beside the experts, F32 in the source, are rounded to 8 bits"
+    assert (stored.info.summary.warning, stored.recipe.bits) == (note, 4)
+    for name in stored.spec.linear_names():
+        linear, (expected, bias) = stored.linear(name), Checkpoint.open(plain).linear(name)
+        assert linear.floats == (".experts." in name)
+        assert not linear.floats or np.array_equal(dequantize(linear), expected.numpy()), name
+        assert_close(dequantize(linear), expected, Tolerance(why="8 bits", span=0.5 / 127 + 2**-11))
+        assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+    check_logits(stored)
+    tensors = load_file(low / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 255
+    save_file(tensors, low / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"scales of .*experts\.down_proj_blocks' are no numbers"):
+        quantize(low, store, keeping(low), name="damaged")
 
 
 @pytest.mark.parametrize("change", ["absent", "short", "type"])

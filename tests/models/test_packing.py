@@ -29,6 +29,12 @@ def place_of(bits: int, i: int) -> list[tuple[int, int, int]]:
     """Where the format puts value i: (word, bit, bits of the value there starting at this one)."""
     if bits == 3:
         return [(i // 16, 2 * (i % 16), 0), (i // 16, 2 * (i % 16) + 1, 1), (2, i, 2)]
+    if bits == 6:
+        low, high = (
+            [(i // 8, 4 * (i % 8) + b, b) for b in range(4)],
+            [(4 + i // 16, 2 * (i % 16) + b, 4 + b) for b in range(2)],
+        )
+        return low + high
     per_word = 32 // bits
     return [(i // per_word, bits * (i % per_word) + b, b) for b in range(bits)]
 

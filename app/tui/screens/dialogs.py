@@ -26,7 +26,7 @@ from app.language import _, number
 from app.paths import links_dir
 from app.tui.plain import Plain
 from app.tui.widgets.setting_row import Box, Choice
-from models.catalogue import SHORT_NAMES, source_of
+from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.elsewhere import PROGRAMS, by_name, found
 from models.errors import CheckpointError
 from models.recipe import GOOD_FOR, Recipe
@@ -41,12 +41,13 @@ V = TypeVar("V")
 KEEP = _("Keep")
 C = TypeVar("C")
 
-BITS = {
+BITS: Mapping[float | None, str] = {
+    None: _("its own, if it is low-bit already; else 4"),
     4.0: _("nearly as good as the original"),
     3.5: _("half of the blocks at 3 bits"),
     3.0: _("smallest, lower quality"),
 }
-"""The choices of bits per weight, each with a description."""
+"""The choices of bits per weight, each with a description; None: those of the file, if `run` keeps them."""
 
 
 class CheckpointSuggester(Suggester):
@@ -287,7 +288,7 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
             yield Plain(_("Bits per weight"))
             with RadioSet(compact=True, id="quantize-bits"):
                 for bits, words in BITS.items():
-                    yield Choice(f"{number(bits, 'g')} · {words}", value=bits == Recipe().bits)
+                    yield Choice(words if bits is None else f"{number(bits, 'g')} · {words}", value=bits is None)
             yield Plain(_("Method"))
             with RadioSet(compact=True, id="quantize-method"):
                 for method, words in GOOD_FOR.items():
@@ -310,7 +311,9 @@ class QuantizeDialog(FormDialog[QuantizeRequest]):
         source = source_of(name) if on_hub(name) else str(_local(name).absolute())
         bits, method = self._chosen("#quantize-bits", tuple(BITS)), self._chosen("#quantize-method", tuple(GOOD_FOR))
         smooth = self.query_one(Box).value
-        self.dismiss(QuantizeRequest(source=source, bits=bits, method=method, smooth_attention=smooth))
+        keep = bits is None and method == "auto" and not smooth and source not in KNOWN
+        bits = Recipe().bits if bits is None else bits
+        self.dismiss(QuantizeRequest(source=source, bits=bits, keep=keep, method=method, smooth_attention=smooth))
 
     def _chosen(self, radios: str, values: Sequence[C]) -> C:
         """The value of the selected button; one always is."""

@@ -248,7 +248,7 @@ class ExpertTables:
         first = self._constants.linear(names[0])
         tiled = self._constants.tiled(first)
         shape = (tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
-        sizes = op.ExpertSizes(*shape, trellis=tiled.trellis)
+        sizes = op.ExpertSizes(*shape, tiled.weights.minimums, trellis=tiled.trellis)
         if k_chunk or shared:
             of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)

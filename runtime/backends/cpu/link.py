@@ -180,15 +180,25 @@ def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
         return units.W4A8, units.REPACK_UNIFORM
     if linear.codebook is not None:
         return units.CODEBOOK, units.REPACK_CODEBOOK
-    return units.UNIFORM if linear.minimums is None else units.MINIMUMS, units.REPACK_UNIFORM
+    return units.BY_FORM[matrix_form(linear)], units.REPACK_UNIFORM
+
+
+def matrix_form(linear: PackedLinear) -> int:
+    """The form of a matrix without codebooks (`Weights.minimums`)."""
+    if linear.floats:
+        return op.FLOATS
+    if linear.minimums is None:
+        return op.NO_MINIMUMS
+    return op.MINIMUMS if linear.group_minimums is None else op.TWO_LEVELS
 
 
 def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
     """Units that the experts of a model need."""
     found = {*units.ROUTING.values()}
     for linear in map(model.linear, (name for name in model.spec.linear_names() if expert_of(name) == 0)):
-        found |= {(units.TRELLIS_EXPERTS if linear.trellis else units.EXPERTS)[linear.bits]}
-        found |= set() if linear.trellis else {units.REPACK_UNIFORM[linear.bits]}
+        own, repack = units.EXPERTS[matrix_form(linear)], units.REPACK_UNIFORM
+        stored = (units.TRELLIS_EXPERTS,) if linear.trellis else (own, repack)
+        found |= {own[linear.bits] for own in stored if linear.bits in own}
         if compensated and linear.residual is not None:
             bits = linear.residual.bits
             found |= {units.COMPENSATE[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
@@ -276,8 +286,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.multiply_panel, units.PANEL[residual.bits]
         case op.Experts(sizes=sizes, total=total, kept=shared):
             inner = units.SHARE_EXPERTS if shared else units.COMPENSATE
-            own = (units.TRELLIS_EXPERTS if sizes.trellis else units.EXPERTS)[sizes.bits]
-            return own, inner[sizes.residual_bits] if shared or total else None
+            products = units.TRELLIS_EXPERTS if sizes.trellis else units.EXPERTS[sizes.minimums]
+            return products[sizes.bits], inner[sizes.residual_bits] if shared or total else None
         case op.Score() | op.Route() | op.Spread() | op.GateExperts():
             return units.ROUTING[type(instruction)], None
         case op.Select(mode=mode, measure=measure):

@@ -523,7 +523,7 @@ class PlanOperations(Interpreter[Activations]):
     def _prepare(self, node: Node, tiled: TiledLinear) -> Activations:
         """Write the instruction that computes a node in float32 and INT8: norm, gate, merge of attention's splits."""
         x, spec, prefix = self.values[node], self._spec, f"layers.{node.layer}"
-        assert tiled.groups == -(-padded(x.width, BLOCK) // (BLOCK * tiled.group_blocks))
+        assert tiled.groups == -(-padded(x.width, BLOCK) // max(BLOCK // 2, BLOCK * tiled.group_blocks))
         out = replace(self._matrix("input", self._widest_input), width=x.width, wanted=x.wanted)
         per_token, rounded = tiled.group_scales is not None, self._rounded()
         to = op.Input(
@@ -579,11 +579,11 @@ class PlanOperations(Interpreter[Activations]):
         )
 
     def _rounded(self, owner: str = "", rows: int = 0, most: int = 0) -> op.Quantized:
-        """Buffers of INT8 activations, with room for groups of one block; by default those of a step's rows."""
+        """Buffers of INT8 activations, with room for groups of half a block; by default those of a step's rows."""
         rows, width = rows or self._rows, padded(most or self._widest_input, BLOCK)
         codes = self._buffer(f"{owner}codes", (rows, padded(width, PIECE)), np.int8)
         kinds = {"scales": np.float32, "shifts": np.float32, "sums": np.int32}
-        factors = (self._buffer(f"{owner}{name}", (rows, width // BLOCK), kind) for name, kind in kinds.items())
+        factors = (self._buffer(f"{owner}{name}", (rows, 2 * width // BLOCK), kind) for name, kind in kinds.items())
         return op.Quantized(address_of(codes), *map(address_of, factors))
 
     def _selection(self, values: Activations, packed: PackedLinear, k_chunk: int, total: int) -> op.Select:

@@ -7,7 +7,12 @@ of a 64-byte vector holds four bytes, one for each of four consecutive input cha
     3 bits   2 vectors of low bits, byte c of lane r in vector i: bits 2 j and 2 j + 1 are k = 16 i + 4 j + c;
              1 vector of high bits, byte c of lane r: bit j is k = 4 j + c
 
-Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0.
+    6 bits   for each half of a block, two vectors as at 4 bits with the low four bits; then byte c of lane r of a third
+             vector: bits 2 j and 2 j + 1 are the high ones of k = 4 j + c
+
+Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0. With two levels of factors, scales and negative
+minimums of super-groups stand as [tiles, K / 256, 2, 16], those of groups as [tiles, G, 2, 16]. Scales of
+floating-point numbers are bytes, exponents plus 127.
 
 Matrices with codebooks are looked up by byte shuffles, which stay within 16 bytes, so these hold several input channels
 of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for output channels r and input channels k:
@@ -44,10 +49,21 @@ import numpy.typing as npt
 
 from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
-from runtime.backends.cpu.data.instructions import BYTE, WHOLE_BITS, Weights, Whole
+from runtime.backends.cpu.data.instructions import (
+    BYTE,
+    FLOATS,
+    MINIMUMS,
+    NO_MINIMUMS,
+    SIX,
+    TWO_LEVELS,
+    WHOLE_BITS,
+    Weights,
+    Whole,
+)
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
 from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS, UNIFORM
+from runtime.backends.cpu.units import TWO_LEVELS as TWO_LEVEL_UNITS
 
 _REGION_BYTES = 32 << 20
 
@@ -88,7 +104,7 @@ class TiledLinear:
     """A low-bit matrix in tiles."""
 
     bits: int
-    """3, 4 or 8."""
+    """3, 4, 6 or 8."""
     tiles: int
     """ceil(N / 16)."""
     blocks: int
@@ -96,14 +112,15 @@ class TiledLinear:
     groups: int
     """G, the groups of the activations; of uniform weights too."""
     group_blocks: int
-    """group_size / 32."""
+    """group_size / 32; 0 where it is 16."""
     codes: npt.NDArray[np.uint8]
     """uint8 [tiles, blocks, block bytes]."""
     scales: npt.NDArray[np.float16]
-    """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks and with group scales."""
-    zeros: npt.NDArray[np.uint8] | npt.NDArray[np.float16] | None
+    """float16 [tiles, G, 16]; [tiles, 1, 16] with codebooks and with group scales, [tiles, K / 256, 2, 16] with two
+    levels."""
+    zeros: npt.NDArray[np.uint8] | npt.NDArray[np.float16] | npt.NDArray[np.int8] | None
     """uint8 [tiles, G, 16]; None with codebooks and at 8 bits. Times the group scales, where there are any. With
-    minimums, the negative of these, float16."""
+    minimums, the negative of these, float16. int8 [tiles, G, 2, 16] with two levels."""
     codebooks: npt.NDArray[np.int8] | None
     """int8 [tiles, 16, 2^bits]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | None
@@ -119,9 +136,12 @@ class TiledLinear:
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
-        minimums = self.zeros is not None and self.zeros.dtype == np.float16
-        forms = {"trellis": self.trellis, "minimums": minimums}
-        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales=group_scales, **forms)
+        kind = None if self.zeros is None else self.zeros.dtype.char
+        form = (
+            FLOATS if self.scales.dtype == np.uint8 else {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
+        )
+        levels = {"group_scales": group_scales, "minimums": form}
+        return Weights(codes, scales, zeros, codebooks, *sizes, trellis=self.trellis, **levels)
 
     @property
     def whole(self) -> Whole:
@@ -145,6 +165,34 @@ def _tiled_rows(values: npt.NDArray[Any], tiles: int, arena: Arena) -> npt.NDArr
     return out
 
 
+def _tiled_levels(linear: PackedLinear, tiles: int, arena: Arena) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Factors of super-groups and of groups: [tiles, K / 256, 2, 16] and [tiles, G, 2, 16]."""
+    assert linear.minimums is not None
+    pairs = ((linear.scales, -linear.minimums), (linear.group_scales, linear.group_minimums))
+    found = [_tiled_rows(np.concatenate(pair, axis=1), tiles, Arena(0)) for pair in pairs]
+    supers, groups = (each.reshape(tiles, 2, -1, LANES).transpose(0, 2, 1, 3) for each in found)
+    out = arena.zeros(supers.shape, supers.dtype), arena.zeros(groups.shape, groups.dtype)
+    out[0][:], out[1][:] = supers, groups
+    return out
+
+
+def _six(words: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8]) -> None:
+    """Repack codes of 6 bits: int32 [N, blocks * 6] into uint8 [tiles, blocks, 384]."""
+    tiles, blocks = codes.shape[:2]
+    planes = words.reshape(len(words), blocks, SIX)
+    low, halves = np.ascontiguousarray(planes[..., :4]), codes.reshape(tiles, blocks, 2, -1)
+    nibbles = np.zeros((tiles, blocks, BLOCK_BYTES[4]), np.uint8)
+    REPACK_UNIFORM[4](int(low.ctypes.data), len(words), int(nibbles.ctypes.data), tiles, blocks)
+    halves[..., :128] = nibbles.reshape(tiles, blocks, 2, 128)
+    pairs = np.zeros(
+        (tiles * LANES, blocks, 2), np.uint32
+    )  # each word has the pairs of one half: c in 4 j + c to bytes
+    pairs[: len(words)] = planes[..., 4:].view(np.uint32)
+    turned = sum((pairs >> (8 * j + 2 * c) & 3) << (8 * c + 2 * j) for j in range(4) for c in range(4))
+    lanes = np.asarray(turned, np.uint32).reshape(tiles, LANES, blocks, 2).transpose(0, 2, 3, 1)
+    halves[..., 128:] = np.ascontiguousarray(lanes).view(np.uint8)
+
+
 def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int, arena: Arena) -> npt.NDArray[np.int8]:
     """[N, 2^bits] -> [tiles, 16, 2^bits], zero-padded."""
     out: npt.NDArray[np.int8] = arena.zeros((tiles, LANES, codebook.shape[1]), np.int8)
@@ -156,16 +204,17 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     """Repack a matrix.
 
     Args:
-        linear: The stored matrix; 3, 4 or 8 bits, group_size a multiple of 32.
+        linear: The stored matrix; 3, 4, 6 or 8 bits, group_size a multiple of 32, or 16 at 6 bits.
         arena: Where the tiles go.
 
     Raises:
         ValueError: other bits or group size.
     """
-    read = TRELLIS if linear.trellis else UNIFORM
+    two_levels = linear.group_minimums is not None
+    read = TRELLIS if linear.trellis else TWO_LEVEL_UNITS if two_levels else UNIFORM
     if linear.bits not in read:
         raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(read)}")
-    if linear.group_size % BLOCK:
+    if linear.group_size % BLOCK and not (two_levels and linear.bits == SIX):
         raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
     N, K = linear.shape
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
@@ -181,6 +230,8 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         codes[:] = octets.transpose((0, 2, 3, 1, 4) if by_words else (0, 2, 4, 1, 3)).reshape(codes.shape)
         if linear.bits == BYTE and not isa.ENTRY_OFFSET:
             codes ^= 128
+    elif linear.bits == SIX:
+        _six(words, codes)
     else:
         repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
@@ -191,6 +242,12 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         zeros = zeros * group_scales  # at most 15 * 16
     line = arena.zeros((LINE,), np.uint8) if linear.trellis else None
     offsets: npt.NDArray[Any] | None = zeros if linear.minimums is None else -linear.minimums
+    if two_levels:
+        group_scales = None
+        scales, levels = _tiled_levels(linear, tiles, arena)
+    else:
+        scales = _tiled_rows(np.asarray(linear.scales), tiles, arena)
+        levels = line if offsets is None else _tiled_rows(np.asarray(offsets), tiles, arena)
     return TiledLinear(
         bits=linear.bits,
         tiles=tiles,
@@ -198,8 +255,8 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         groups=-(-K // linear.group_size),
         group_blocks=linear.group_size // BLOCK,
         codes=codes,
-        scales=_tiled_rows(np.asarray(linear.scales), tiles, arena),
-        zeros=line if offsets is None else _tiled_rows(np.asarray(offsets), tiles, arena),
+        scales=scales,
+        zeros=levels,
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
         group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
         trellis=linear.trellis,

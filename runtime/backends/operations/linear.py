@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from models import trellis
-from models.packed import PackedLinear
+from models.packed import HALF_STEPS, PackedLinear
 from models.packing import unpack
 
 _EXACT = 1024
@@ -14,8 +14,10 @@ _EXACT = 1024
 
 
 def _codes(linear: PackedLinear) -> torch.Tensor:
-    """Unsigned codes of a packed matrix, int32 [N, K]."""
+    """Unsigned codes of a packed matrix, int32 [N, K]; of floating-point numbers, these times two."""
     codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, linear.shape[1])
+    if linear.floats:
+        return torch.from_numpy(HALF_STEPS[codes].astype(np.int32))
     return torch.from_numpy(codes.astype(np.int32))
 
 
@@ -33,7 +35,7 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
 
 def _zeros(linear: PackedLinear) -> float:
     """The zero-point of all groups of a matrix that stores none."""
-    return 0.0 if linear.minimums is not None else 2.0 ** (linear.bits - 1)
+    return 0.0 if linear.minimums is not None or linear.floats else 2.0 ** (linear.bits - 1)
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:
@@ -51,9 +53,10 @@ def dequantize(linear: PackedLinear) -> torch.Tensor:
         values = linear.codebook.astype(np.float32) * linear.scales.astype(np.float32)
         return torch.from_numpy(values).gather(1, _codes(linear).long())
     if linear.zeros is None:
+        scales, minimums = linear.factors
         weights = _codes(linear) - _zeros(linear)
-        weights *= _spread(linear.scales, linear)
-        return weights if linear.minimums is None else weights + _spread(linear.minimums, linear)
+        weights *= _spread(scales, linear)
+        return weights if minimums is None else weights + _spread(minimums, linear)
     if linear.per_token:
         return integer_weights(linear) * torch.from_numpy(linear.scales.astype(np.float32))
     return (_codes(linear) - _spread(linear.zeros, linear)) * _spread(linear.scales, linear)
@@ -133,7 +136,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
     """
     weights = (_levels if linear.trellis else _codes)(linear).to(torch.int64)
     activations = codes.to(torch.int64)
-    weight_scales = torch.from_numpy(linear.scales.astype(np.float64))
+    own_scales, minimums = linear.factors
+    weight_scales = torch.from_numpy(own_scales.astype(np.float64))
     groups = scales.shape[1]
     if linear.trellis:
         weight_scales = weight_scales.expand(-1, groups)
@@ -151,8 +155,8 @@ def gemv_int8(codes: torch.Tensor, scales: torch.Tensor, linear: PackedLinear) -
         dots = activations[:, group] @ weights[:, group].T
         sums = activations[:, group].sum(dim=1, keepdim=True)
         y += (dots - sums * zeros[:, g]) * scales[:, g : g + 1].double() * weight_scales[:, g]
-        if linear.minimums is not None:
-            y += sums * scales[:, g : g + 1].double() * torch.from_numpy(linear.minimums[:, g].astype(np.float64))
+        if minimums is not None:
+            y += sums * scales[:, g : g + 1].double() * torch.from_numpy(minimums[:, g].astype(np.float64))
     return y if linear.bias is None else y + torch.from_numpy(linear.bias.astype(np.float64))
 
 

@@ -41,7 +41,7 @@ from runtime.kv.kinds import KINDS, CacheKind
 
 def _packed_bytes(linear: PackedLinear) -> int:
     """Bytes read by one product with the matrix, including bias, without residuals."""
-    offsets = (linear.zeros, linear.minimums, linear.group_scales)
+    offsets = (linear.zeros, linear.minimums, linear.group_scales, linear.group_minimums)
     parts = (linear.codes, linear.scales, linear.codebook, linear.bias, *offsets)
     return sum(part.nbytes for part in parts if part is not None)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
-from models.spec import UNGATED, ModelSpec
+from models.recipe import INTEGERS
+from models.spec import UNGATED, ModelSpec, expert_of
 from runtime.backends import Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -25,6 +26,8 @@ _DRIVER_BYTES = 256 << 20
 """GPU memory that the driver takes in this process, for its context and what it keeps."""
 _MODULE_BYTES = 128 << 20
 """GPU memory of kernels and graphs."""
+_KEPT, _KEPT_EXPERTS = {"Q4_0", "Q4_1", "Q8_0", *INTEGERS}, {"Q4_0", *INTEGERS}
+"""Types of `models.recipe.KEPT_BITS` that there are kernels for."""
 
 
 class TritonBackend:
@@ -56,6 +59,10 @@ class TritonBackend:
         several rows share of one.
         """
         _check(spec)
+        for name, kind in ((sizes.recipe and sizes.recipe.types) or {}).items():
+            if kind not in _KEPT or (expert_of(name) is not None and kind not in _KEPT_EXPERTS):
+                of = "experts" if expert_of(name) is not None else "weights"
+                raise BackendError(f"there are no GPU kernels for {of} as they are in {kind}")
         copied = Counter[str]()  # those of a block's experts together
         for name in spec.linear_names(experts=1):
             N, K = spec.linear_shape(name)

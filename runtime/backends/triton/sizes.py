@@ -243,7 +243,7 @@ def record_sizes(shape: tuple[int, int], bits: int, group_size: int, *, trellis:
 def _record_bytes(spec: ModelSpec, recipe: Recipe, name: str) -> int:
     """Bytes of the record of an expert's matrix."""
     shape, bits = spec.linear_shape(name), recipe.layer_bits(name)
-    return record_sizes(shape, bits, recipe.group_size, trellis=recipe.trellis).nbytes
+    return record_sizes(shape, bits, recipe.group_of(shape[1], name), trellis=recipe.trellis).nbytes
 
 
 def half_of(group_size: int) -> int:
@@ -287,7 +287,7 @@ def weight_bytes(spec: ModelSpec, recipe: Recipe, *, compensated: bool) -> int:
             own += _record_bytes(spec, recipe, name) + _PLACE_BYTES
             own += 4 * shape[0] if spec.has_bias(name) else 0
         else:
-            group_size = recipe.group_size if recipe.uniform else 0
+            group_size = recipe.group_of(shape[1], name) if recipe.uniform else 0
             own += linear_bytes(
                 shape, recipe.layer_bits(name), group_size, bias=spec.has_bias(name), trellis=recipe.trellis
             )

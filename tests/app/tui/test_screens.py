@@ -110,14 +110,19 @@ async def test_a_checkpoint_is_quantized(stage: Stage, runtime: Any, tmp_path: P
         (checkpoint / "config.json").write_text("{}")
         await s.pilot.press("enter")
         await s.until(lambda: any(entry.name == "mine" for entry in runtime.entries) and not s.app.session.working)
-        asked = QuantizeRequest(source=str(checkpoint), bits=4.0, method="auto", smooth_attention=False)
+        asked = QuantizeRequest(source=str(checkpoint), bits=4.0, keep=True, method="auto", smooth_attention=False)
         assert runtime.named("quantize") == [asked]
         await s.until(lambda: "12.80 (+4.1 %)" in s.screen_text(), "the new row")
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(gguf)
         await s.pilot.press("enter")
         await s.until(lambda: len(runtime.named("quantize")) == 2)
-        assert runtime.named("quantize")[1] == QuantizeRequest(source=str(gguf))
+        assert runtime.named("quantize")[1] == QuantizeRequest(source=str(gguf), keep=True)
+        await s.open(QuantizeDialog, "q")
+        s.app.screen.query_one(Input).value = str(gguf)
+        await s.pilot.press("tab", "down", "enter", "tab", "tab", "tab", "enter")
+        await s.until(lambda: len(runtime.named("quantize")) == 3)
+        assert runtime.named("quantize")[2] == QuantizeRequest(source=str(gguf)), "bits that were chosen are kept to"
 
 
 async def test_bits_and_method_are_chosen_by_keys(stage: Stage, runtime: Any, tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ async def test_bits_and_method_are_chosen_by_keys(stage: Stage, runtime: Any, tm
         await open_models(s)
         await s.open(QuantizeDialog, "q")
         s.app.screen.query_one(Input).value = str(tmp_path)
-        await s.pilot.press("tab", "down", "enter", "tab", *["down"] * 6, "enter", "tab", "space", "tab")
+        await s.pilot.press("tab", "down", "down", "enter", "tab", *["down"] * 6, "enter", "tab", "space", "tab")
         await s.until(lambda: "Quantize" in s.screen_text(), "the button, which the dialog scrolls to")
         await s.pilot.press("enter")
         await s.until(lambda: runtime.named("quantize"))

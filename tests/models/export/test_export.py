@@ -20,7 +20,8 @@ from models.export.export import default_target, export
 from models.families import FAMILIES
 from models.oracle import Oracle
 from models.plain_tokenizer import plain_tokenizer
-from models.quantize import quantize
+from models.quantize import keeping, quantize
+from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel
 from tests.close import Tolerance, assert_close
@@ -195,6 +196,21 @@ def whole(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, A
         found[f"{module}.weight"] = unpacked(kind, own, about.get("checkpoint_format"))
         found |= {f"{module}.bias": own["bias"]} if "bias" in own else {}
     return {key: each.float() for key, each in {**found, **stored}.items()}, config
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_that_is_kept_is_the_model_and_is_exported_as_gguf(make: Maker, kind: Any, tmp_path: Path) -> None:
+    model, store = make("Qwen2"), Store(tmp_path / "store")
+    folder = export(model, tmp_path / "folder", kind).path
+    kept = store.open(quantize(folder, store, keeping(folder)).name)
+    made = export(kept, tmp_path / "tiny.gguf", "gguf")
+    assert set(made.weights) == {"F16", "Q4_1", "Q8_0"}
+    for name in model.spec.linear_names():
+        own = dequantize(kept.linear(name))
+        assert name == "head" or np.array_equal(own, dequantize(model.linear(name)))
+        assert_close(Checkpoint.open(made.path).linear(name)[0].float(), own, MINIMA, what=name)
+    with pytest.raises(UnsupportedModelError, match="has the weights of its source"):
+        export(kept, tmp_path / "again", "awq")
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
 import torch
 
 from models.gguf.header import Header
+from models.recipe import SUPER_GROUP
 from tests.models import random_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -143,12 +145,34 @@ def write_gguf(
         if own not in left_out:
             whole = tensor.ndim == 1 or "conv.conv" in name or "conv1d" in name or name.endswith("bias")
             dtype = gguf.GGMLQuantizationType["F32" if whole else (kinds or {}).get(own, kind)]
-            writer.add_tensor(own, gguf.quantize(tensor, dtype), raw_dtype=dtype)
+            writer.add_tensor(own, quantized(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
     for name, tensor in {**factors, **(extra or {})}.items():
         writer.add_tensor(name, tensor)
     finish(writer)
     return path
+
+
+def quantized(tensor: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Blocks of a type. Those of Q4_K to Q6_K, which the package cannot make, are drawn by each row's numbers."""
+    if kind.name not in ("Q4_K", "Q5_K", "Q6_K"):
+        return gguf.quantize(tensor, kind)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    blocks = np.stack([drawn_blocks(row.size // SUPER_GROUP, kind.name, crc32(row.tobytes())) for row in rows])
+    return blocks.reshape(*tensor.shape[:-1], -1)
+
+
+def drawn_blocks(count: int, kind: str, seed: int, scales: Any = (1e-5, -2e-5, 3e-5)) -> Any:
+    """Blocks with any bits but for the scales (and minimums) in half precision, uint8 [bytes]."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]), np.uint8)
+    halves = rng.choice(np.array(scales, "<f2"), (count, 2)).view(np.uint8)
+    if kind != "Q6_K":
+        halves[:, 2:] = (10 * halves.view("<f2")[:, 1:]).view(np.uint8)
+        blocks[:, :4] = halves
+    else:
+        blocks[:, 208:] = halves[:, :2]
+    return blocks.reshape(-1)
 
 
 def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:

@@ -20,18 +20,21 @@ from models.export.export import export
 from models.families import FAMILIES
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.checkpoint import read_gguf
-from models.gguf.header import part_names, read_header
-from models.gguf.tensors import name_in_file
+from models.gguf.header import TensorInfo, part_names, read_header
+from models.gguf.tensors import GgufTensor, name_in_file
 from models.oracle import Oracle
 from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
-from models.recipe import KEPT_BITS, Recipe
+from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.store import Store
 from models.store.store import default_name
+from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.operations.linear import dequantize as dequantize_torch
+from runtime.load.plan import open_decoder
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
-from tests.models.gguf.making import SIZES, names_of, random_model, write_gguf, write_part
+from tests.models.gguf.making import SIZES, drawn_blocks, names_of, quantized, random_model, write_gguf, write_part
+from tests.models.kept import check_logits
 from tests.models.random_models import (
     CAPS,
     DELTA,
@@ -633,24 +636,36 @@ def _in_file(model: Any, name: str, kinds: dict[str, str], kind: str) -> np.ndar
     for ours, theirs in parts.items():
         dtype = gguf.GGMLQuantizationType[kinds.get(f"{ours}.weight", kind)]
         weight = model.state_dict()[theirs].numpy()
-        found.append(gguf.dequantize(gguf.quantize(weight, dtype), dtype))
+        found.append(gguf.dequantize(quantized(weight, dtype), dtype))
     return np.concatenate(found)
 
 
 _MLP = ("ffn_gate", "ffn_up")
+_WIDE = {"hidden_size": 256, "intermediate_size": 256}
+_FUSED_K = {
+    "blk.0.attn_v.weight": "Q6_K",
+    "blk.1.attn_v.weight": "Q5_K",
+    "blk.1.ffn_down.weight": "Q6_K",
+    "output.weight": "Q6_K",
+}
 _FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.attn_output.weight": "Q8_0"}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 @pytest.mark.parametrize(
     ("kind", "kinds", "bits"),
-    [*((kind, {}, bits) for kind, bits in KEPT_BITS.items()), ("Q4_0", _FUSED, 4)],
-    ids=[*KEPT_BITS, "fused"],
+    [
+        *((kind, {}, KEPT_BITS[kind]) for kind in GGUF_GROUPS),
+        ("Q4_0", _FUSED, 4),
+        ("Q4_K", _FUSED_K, 4),
+        ("Q5_K", {}, 6),
+    ],
+    ids=[*GGUF_GROUPS, "fused", "Q4_K_M", "Q5_K"],
 )
 def test_low_bit_weights_are_kept_bit_for_bit(
     tmp_path: Path, family: str, kind: str, kinds: dict[str, str], bits: int
 ) -> None:
-    model = random_model(family)
+    model = random_model(family, **(_WIDE if kind in (*TWO_LEVELS, "Q5_K") else {}))
     recipe = keeping(write_gguf(tmp_path / "model.gguf", model, kind=kind, kinds=kinds))
     assert recipe is not None
     assert recipe.bits == bits
@@ -668,9 +683,13 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         bias = checkpoint.linear(layer)[1]
         assert (linear.bias is None) == (bias is None)
         assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
+    if kind in (*TWO_LEVELS, "Q5_K", FLOATS):
+        with pytest.raises(UnsupportedModelError, match="use that file"):
+            export(stored, tmp_path / "again.gguf", "gguf")
+        return
     export(stored, tmp_path / "again.gguf", "gguf")
     again, tensors = (read_header(tmp_path / f"{own}.gguf").tensors for own in ("again", "model"))
-    with pytest.raises(UnsupportedModelError, match="has the weights of a GGUF file"):
+    with pytest.raises(UnsupportedModelError, match="has the weights of its source"):
         export(stored, tmp_path / "folder", "awq")
     for own, info in tensors.items():
         if info.kind == again[own].kind and own != "token_embd.weight":
@@ -680,13 +699,90 @@ def test_low_bit_weights_are_kept_bit_for_bit(
             assert own == "token_embd.weight" or kinds
 
 
+@pytest.mark.parametrize("kind", sorted(TWO_LEVELS))
+def test_the_largest_and_smallest_factors_are_exact(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "blocks").write_bytes(drawn_blocks(64, kind, 0, [0.0, -0.0, 6e-8, -6e-8, 2047, -2047, 1]).tobytes())
+    stored = np.fromfile(tmp_path / "blocks", np.uint8).reshape(4, -1)
+    info = TensorInfo(path=tmp_path / "blocks", name="x", kind=kind, shape=(4, 4096), offset=0, size=stored.size)
+    own = GgufTensor(info=info).lattice()
+    assert own.minimums is not None
+    assert own.group_scales is not None
+    assert own.group_minimums is not None
+    scales, minimums = (
+        halves.astype(np.float32).repeat(SUPER_GROUP // GGUF_GROUPS[kind], axis=1) * groups
+        for halves, groups in ((own.scales, own.group_scales), (own.minimums, own.group_minimums))
+    )
+    found = own.codes.reshape(4, -1, GGUF_GROUPS[kind]) * scales[..., None] + minimums[..., None]
+    expected = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(found.reshape(4, -1), expected)
+    assert np.abs(expected).max() > 1e5
+    beyond = drawn_blocks(64, kind, 0, [np.nan if kind == "Q4_K" else 2048])
+    (tmp_path / "blocks").write_bytes(beyond.tobytes())
+    with pytest.raises(CheckpointError, match="scales of 'x' are NaN, infinite or too large"):
+        GgufTensor(info=info).lattice()
+
+
+def test_a_file_of_two_levels_answers_as_what_it_holds(tmp_path: Path) -> None:
+    """Logits on the processor are those of the dequantized model, but for caches and activations of 8 bits."""
+    model = random_model("Llama", **_WIDE)
+    for name, norm in model.named_parameters():
+        if name.endswith("layernorm.weight"):
+            norm.data *= 10  # drawn blocks are small
+    file = write_gguf(tmp_path / "model.gguf", model, kind="Q4_K", kinds=_FUSED_K | {"token_embd.weight": "F16"})
+    tokens = torch.randint(3, 64, (1, 20), generator=torch.Generator().manual_seed(1))
+    state = model.state_dict()
+    state["model.embed_tokens.weight"].copy_(state["model.embed_tokens.weight"].half())
+    for names, own in _parts_of_model(model):
+        found = torch.from_numpy(_in_file(model, own, _FUSED_K, "Q4_K"))
+        for name, rows in zip(names, found.split([len(state[name]) for name in names]), strict=True):
+            state[name].copy_(rows)
+    expected = model(tokens).logits[0].detach().numpy()
+    store = Store(tmp_path / "store")
+    recipe = kept_by_default(file)
+    assert recipe is not None
+    stored = store.open(quantize(file, store, recipe).name)
+    for backend, allowed in (("reference", 3e-3), ("cpu", 0.03)):
+        decoder, _ = open_decoder(stored, DecoderOptions(context=64, max_rows=16, kv="fp16", threads=1), backend)
+        steps = [Step.of(tokens[0, :16].numpy()), *(Step.of(tokens[0, [at]].numpy(), at) for at in range(16, 20))]
+        apart = np.concatenate([decoder.forward(step).copy() for step in steps]) - expected
+        decoder.close()
+        assert np.sqrt(np.mean(apart**2)) < allowed * expected.std(), backend
+
+
+def _parts_of_model(model: Any) -> list[tuple[list[str], str]]:
+    """Names of weights in transformers' model by those of linear layers."""
+    kinds = {"qkv": [f"self_attn.{p}_proj" for p in "qkv"], "o": ["self_attn.o_proj"]}
+    kinds |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
+    blocks = range(model.config.num_hidden_layers)
+    own = [
+        ([f"model.layers.{i}.{module}.weight" for module in modules], f"layers.{i}.{kind}")
+        for i in blocks
+        for kind, modules in kinds.items()
+    ]
+    return [*own, (["lm_head.weight"], "head")]
+
+
+@pytest.mark.parametrize("kind", GGUF_GROUPS)
+def test_experts_are_kept(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, and logits on the processor are those of the reference, but for activations of 8 bits."""
+    model = random_model("Mixtral", **(_WIDE if kind in TWO_LEVELS else {}))
+    file = write_gguf(tmp_path / "model.gguf", model, kind=kind)
+    stored = Store(tmp_path / "store").open(quantize(file, Store(tmp_path / "store"), keeping(file)).name)
+    names = [name for name in stored.spec.linear_names() if ".experts." in name]
+    assert {stored.recipe.types[name] for name in names} == {kind}
+    for name in names:
+        in_halves = dequantize(stored.linear(name)).astype(np.float16)  # as checkpoints give them
+        assert np.array_equal(in_halves, Checkpoint.open(file).linear(name)[0].numpy()), name
+    check_logits(stored)
+
+
 def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Path) -> None:
     model, store = random_model("Llama"), Store(tmp_path / "store")
     file = write_gguf(tmp_path / "model.gguf", model, kind="Q4_0", kinds={"output.weight": "F16"})
     recipe = kept_by_default(file)
     assert recipe is not None
     info = quantize(file, store, recipe)
-    assert info.summary.warning == "the output head, F16 in the file, is rounded to 8 bits"
+    assert info.summary.warning == "the output head, F16 in the source, is rounded to 8 bits"
     weight = model.lm_head.weight.detach().half().float().numpy()
     apart = np.abs(dequantize(store.open(info.name).linear("head")) - weight)
     largest = np.abs(weight.reshape(len(weight), -1, 32)).max(-1).repeat(32, axis=1)
@@ -698,7 +794,7 @@ def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Pat
     [
         ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "Q5_0"}, "layers.1.down cannot be kept as they are (Q5_0"),
         ("Llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
-        ("Mixtral", "Q4_0", {}, "experts.0.gate_up cannot be kept"),
+        ("Mixtral", "Q5_0", {}, "experts.0.gate_up cannot be kept as they are (Q5_0"),
     ],
 )
 def test_weights_of_other_types_are_rounded_as_before(

@@ -598,6 +598,8 @@ def test_a_model_is_made_of_a_known_one(
     assert builder.quantize(request, ignore_progress, never_cancelled).name == "smollm2-135m"
     made = builder.quantize(QuantizeRequest(source=str(file), bits=3), ignore_progress, never_cancelled)
     assert made.name == "smollm2-135m-trellis-3bit"
+    as_run_does = QuantizeRequest(source=str(file), bits=3, keep=True)
+    assert builder.quantize(as_run_does, ignore_progress, never_cancelled).method == "kept"
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all", "nowhere", "a/b/c", "a/b.gguf"])

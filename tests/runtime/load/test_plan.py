@@ -28,6 +28,7 @@ from runtime.kv.kinds import KINDS
 from runtime.load import plan as planning
 from runtime.load.memory import buffer_bytes
 from runtime.load.plan import Candidate, LoadOptions, LoadPlan, plan_load
+from tests.models.gguf.making import random_model, write_gguf
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo
 
@@ -285,3 +286,17 @@ def test_what_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(OutOfMemoryError, match="105 MB is free now"):
         planned(backend="auto", memory=room(mib=100))
     assert not caplog.records, "no other backend takes less of main memory, so none is tried"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K"])
+def test_a_file_is_rounded_where_a_card_cannot_run_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Llama", hidden_size=256, intermediate_size=256), kind=kind)
+    told: list[str] = []
+    assert planning.kept_here(file, told.append) is not None
+    card = Candidate(backend=backend("triton"), presence=Presence(usable=True, reason=""), reason="")
+    monkeypatch.setattr(planning, "candidates", lambda: iter([card]))
+    found = planning.kept_here(file, told.append)
+    assert (found is None, len(told)) == ((True, 1) if kind == "Q4_K" else (False, 0))
+    assert all("no GPU kernels for weights as they are in Q4_K, so" in words for words in told)

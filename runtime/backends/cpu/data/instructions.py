@@ -22,6 +22,10 @@ SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 """Modes of a SELECT: the paper's approximation; exact; static; random."""
 BYTE: Final = 8
 """Bits of codes that are bytes already."""
+SIX: Final = 6
+"""Bits of codes that are stored in two planes, of four bits and of two."""
+NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS = 0, 1, 2, 3
+"""Forms of a matrix without codebooks."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
 BESIDE: Final = -1
@@ -89,7 +93,7 @@ class Input(NamedTuple):
     wanted: bool  # whether these are only the rows whose logits are wanted, rather than all rows of the step
     out: Matrix  # float32, zero-padded to whole blocks
     rounded: Quantized  # the same in INT8
-    group_blocks: int  # blocks of 32 channels that share a scale
+    group_blocks: int  # blocks of 32 channels that share a scale; 0: half a block does
     per_token: bool = False  # whether all groups of a row share a scale
     rotated: bool = False  # whether the INT8 rows are rotated group by group (`models.trellis`)
 
@@ -185,17 +189,19 @@ class Weights(NamedTuple):
 
     codes: int  # address of the first tile
     scales: int  # float16
-    zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis, float16 with `minimums`
+    zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis; see `minimums`
     codebooks: int  # int8; 0 where the matrix is uniform
-    bits: int  # 3, 4 or 8; 2 as well with a trellis
+    bits: int  # 3, 4, 6 or 8; 2 as well with a trellis
     tiles: int  # number of tiles of 16 output channels
     blocks: int  # number of blocks of 32 input channels
     groups: int  # groups of the activations, and of uniform weights
-    group_blocks: int  # blocks of a group
+    group_blocks: int  # blocks of a group; 0: two groups in a block
     group_scales: int = 0
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
     trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
-    minimums: bool = False  # whether `zeros` are the negative minimums of groups
+    minimums: int = NO_MINIMUMS
+    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`: see
+    `runtime.backends.cpu.tiles`."""
 
 
 class Residual(NamedTuple):
@@ -304,6 +310,7 @@ class ExpertSizes(NamedTuple):
     blocks: int
     groups: int
     group_blocks: int
+    minimums: int = NO_MINIMUMS  # as of `Weights`
     residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0

@@ -203,7 +203,7 @@ def rotate_group(x: int, width: int, out: int) -> int:
 @kernel
 def sizes_of(to: Input) -> tuple[int, int, int]:
     """Channels padded to whole blocks, channels of a group, and number of groups."""
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
+    padded, group = (to.width + 31) // 32 * 32, max(16, 32 * to.group_blocks)
     return padded, group, (padded + group - 1) // group
 
 

@@ -22,6 +22,8 @@ import numba
 from llvmlite import ir
 from numba import types
 
+from models.packed import HALF_STEPS
+from models.recipe import SUPER_GROUP
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES
 from runtime.backends.cpu.kernels.activation import quad_at, quad_step, row_step
@@ -47,6 +49,7 @@ from runtime.backends.cpu.machine.emit import (
     emit_dot4,
     emit_dot4_entries,
     emit_fma,
+    emit_lookup,
     floats16,
     load,
     offset,
@@ -63,6 +66,8 @@ from runtime.backends.cpu.machine.vector import (
     fma,
     load_floats,
     load_halves,
+    load_powers,
+    load_signed,
     load_unsigned,
     mul,
     prefetch,
@@ -84,16 +89,24 @@ class Tile(NamedTuple):
     scales: int  # float16 [G, 16]; [16] with a codebook
     levels: int  # zeros uint8 [G, 16], or codebooks int8 [16, 2^bits]
     blocks: int  # K / 32
-    group_blocks: int  # group_size / 32
+    group_blocks: int  # group_size / 32; 0: half a block is a group
 
 
-def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
-    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels."""
+def emit_unpack(b: Builder, address: Any, bits: int, count: int = 4) -> list[Any]:
+    """Unpack a block: eight byte vectors, vector j with input channels 4j .. 4j + 3 of all 16 output channels.
+
+    At 6 bits half a block, so four.
+    """
+    if bits == 6:
+        high, low = load(b, BYTES, offset(b, address, 128), 64), emit_unpack(b, address, 4, 2)
+        tops = [shift_left(b, high, 4), shift_left(b, high, 2), high, shift_right(b, high, 2)]
+        pairs = zip(low, tops, strict=True)
+        return [b.or_(code, b.and_(top, constant(BYTES, 48))) for code, top in pairs]
     if bits == 8:
         return [load(b, BYTES, offset(b, address, 64 * j), 64) for j in range(8)]
     if bits == 4:
         vectors = []
-        for i in range(4):
+        for i in range(count):
             pair = load(b, BYTES, offset(b, address, 64 * i), 64)
             vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
         return vectors
@@ -106,6 +119,16 @@ def emit_unpack(b: Builder, address: Any, bits: int) -> list[Any]:
         code = b.and_(shift_right(b, low, 2 * (j % 4)), constant(BYTES, 3))
         vectors.append(b.or_(code, b.and_(top, constant(BYTES, 4))))
     return vectors
+
+
+_STEPS = tuple(12 + int(step) for step in HALF_STEPS)
+"""Floating-point numbers of 4 bits by their codes, times two and 12 more, so that they have no sign."""
+
+
+def emit_floats(b: Builder, address: Any, _bits: int) -> list[Any]:
+    """The same with these numbers for codes of 4 bits."""
+    table = ir.Constant(BYTES, [*_STEPS] * 4)
+    return [emit_lookup(b, table, code) for code in emit_unpack(b, address, 4)]
 
 
 _CHAINS = 4
@@ -139,11 +162,11 @@ def emit_chains(
     return sums
 
 
-def _multiply(bits: int) -> Any:
+def _multiply(bits: int, unpack: Any = emit_unpack) -> Any:
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
-        return emit_chains(b, sums, emit_unpack(b, codes, bits), x, emit_dot4_entries if bits == 8 else emit_dot4)
+        return emit_chains(b, sums, unpack(b, codes, bits), x, emit_dot4_entries if bits == 8 else emit_dot4)
 
-    emit.__name__ = f"multiply{bits}"
+    emit.__name__ = f"multiply{bits}{unpack.__name__}"
     emit.__doc__ = "Add the products of one block of codes with one row's activations."
     return define(chains_type, chains_type, types.int64, types.int64)(emit)
 
@@ -152,23 +175,24 @@ multiply_4 = _multiply(4)
 """Adds the products of a block of codes of 4 bits, at an address, with 32 activations, at another, to sums."""
 
 
-def _gemv_tile(bits: int, factors: Any) -> Any:
+def _gemv_tile(bits: int, factors: Any, unpack: Any = emit_unpack) -> Any:
     """The product of a tile with one row; arguments as of `_gemm_tile`."""
-    multiply = multiply_4 if bits == 4 else _multiply(bits)
-    block_bytes = BLOCK_BYTES[bits]
+    multiply = multiply_4 if bits == 4 and unpack is emit_unpack else _multiply(bits, unpack)
+    halves = 2 if bits == 6 else 1
+    block_bytes = BLOCK_BYTES[bits] // halves
 
     @kernel
     def gemv(tile: Tile, x: Quantized) -> Any:
-        total, blocks = zero_floats(), tile.blocks
+        total, blocks = zero_floats(), halves * tile.blocks
         start, group = 0, 0
         while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
+            stop = min(start + max(1, tile.group_blocks), blocks)
             sums = no_chains()
             for block in range(start, stop):
                 base = tile.codes + block * block_bytes
                 for line in range(0, block_bytes, 64):
                     prefetch(base + AHEAD + line)
-                sums = multiply(sums, base, x.codes + BLOCK * block)
+                sums = multiply(sums, base, x.codes + BLOCK // halves * block)
             products = to_floats(whole_sum(sums))
             scale, scaled_zero = factors(tile, group)
             total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
@@ -192,6 +216,26 @@ def _minimums(tile: Tile, group: int) -> Any:
     return load_halves(tile.scales + 32 * group), load_halves(tile.levels + 32 * group)
 
 
+def _two_levels(bits: int) -> Any:
+    """Scales and negative minimums of super-groups in half precision, times those of groups in signed bytes."""
+    groups = SUPER_GROUP // (16 if bits == 6 else 32)
+
+    @routine
+    def factors(tile: Tile, group: int) -> Any:
+        halves, octets = tile.scales + 64 * (group // groups), tile.levels + 32 * group
+        scale = mul(load_halves(halves), load_signed(octets))
+        return scale, mul(load_halves(halves + 32), load_signed(octets + 16))
+
+    return factors
+
+
+@routine
+def _powers(tile: Tile, group: int) -> Any:
+    """Powers of two, and the offset of floating-point numbers."""
+    scale = load_powers(tile.scales + 16 * group)
+    return scale, mul(scale, fill(numba.float32(12.0)))
+
+
 @routine
 def _bytes(tile: Tile, group: int) -> Any:
     """Scales in half precision, and the offset of bytes."""
@@ -203,6 +247,10 @@ gemv_tile_3 = _gemv_tile(3, _uniform)
 """Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
 gemv_minimums_tile_4, gemv_tile_8 = _gemv_tile(4, _minimums), _gemv_tile(8, _bytes)
 """Sixteen outputs of a 4-bit matrix with minimums, and of one of 8 bits; arguments as `gemv_tile_4`."""
+gemv_two_levels_tile_4, gemv_two_levels_tile_6 = (_gemv_tile(bits, _two_levels(bits)) for bits in (4, 6))
+"""Sixteen outputs of matrices with two levels of factors; arguments as `gemv_tile_4`."""
+gemv_floats_tile = _gemv_tile(4, _powers, emit_floats)
+"""Sixteen outputs of a matrix of floating-point numbers; arguments as `gemv_tile_4`."""
 gemv_tile_4 = _gemv_tile(4, _uniform)
 """Sixteen outputs of a 4-bit matrix.
 
@@ -324,14 +372,14 @@ def emit_whole_sum(b: Builder, sums: Any, row: int, rows: int) -> Any:
     return whole
 
 
-def sums_of_block(bits: int, rows: int) -> Any:
+def sums_of_block(bits: int, rows: int, unpack: Any = emit_unpack) -> Any:
     """Adds the products of one block of codes with every row to sums; 8 bits means decoded entries."""
     dot = emit_dot4_entries if bits == 8 else emit_dot4
     quad, row = quad_step(rows), row_step(rows)
 
     def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
         totals = [b.extract_value(sums, chain) for chain in range(CHAINS)]
-        for j, vector in enumerate(emit_unpack(b, codes, bits)):
+        for j, vector in enumerate(unpack(b, codes, bits)):
             for m in range(rows):
                 word = load(b, I32, offset(b, x, quad * j + row * m), 4)
                 chain = (rows * j + m) % CHAINS
@@ -340,7 +388,7 @@ def sums_of_block(bits: int, rows: int) -> Any:
             sums = b.insert_value(sums, total, chain)
         return sums
 
-    emit.__name__ = f"multiply{bits}x{rows}"
+    emit.__name__ = f"multiply{bits}{unpack.__name__}x{rows}"
     emit.__doc__ = "Add the products of one block of codes with every row."
     tuple_type = types.UniTuple(words16, CHAINS)
     return define(tuple_type, tuple_type, types.int64, types.int64)(emit)
@@ -362,31 +410,33 @@ def _finish(rows: int) -> Any:
     return define(types.void, sums_type, floats16, floats16, types.int64, types.int64, types.int64)(emit)
 
 
-def _gemm_tile(bits: int, rows: int, factors: Any) -> Any:
+def _gemm_tile(bits: int, rows: int, factors: Any, unpack: Any = emit_unpack) -> Any:
     """The product of a tile with a row block.
 
     Args:
         bits: Of the codes; 8 for entries of a byte.
         rows: Of the block.
         factors: Takes the tile and a group for the scales and the scaled zeros of its outputs.
+        unpack: Of a block's codes.
     """
-    multiply, finish = sums_of_block(bits, rows), _finish(rows)
-    block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits]
+    multiply, finish = sums_of_block(bits, rows, unpack), _finish(rows)
+    halves = 2 if bits == 6 else 1
+    block_bytes = ENTRY_BYTES if bits == 8 else BLOCK_BYTES[bits] // halves
     lines = 0 if bits == 8 else block_bytes  # entries were written a moment ago
 
     @kernel
     def gemm(tile: Tile, x: Quantized, out: int) -> None:
         for m in range(rows):
             store_floats(out + 64 * m, zero_floats())
-        start, group, blocks = 0, 0, tile.blocks
+        start, group, blocks = 0, 0, halves * tile.blocks
         while start < blocks:
-            stop = min(start + tile.group_blocks, blocks)
+            stop = min(start + max(1, tile.group_blocks), blocks)
             sums = no_sums()
             for block in range(start, stop):
                 codes = tile.codes + block * block_bytes
                 for line in range(0, lines, 64):
                     prefetch(codes + AHEAD + line)
-                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK * block))
+                sums = multiply(sums, codes, quad_at(x.codes, rows, BLOCK // halves * block))
             scale, scaled_zero = factors(tile, group)
             finish(sums, scale, scaled_zero, x.scales + 4 * rows * group, x.shifts + 4 * rows * group, out)
             start, group = stop, group + 1
@@ -422,6 +472,12 @@ gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16 = (
 )
 gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16 = (_gemm_tile(8, rows, _bytes) for rows in (4, 8, 16))
 """The same with a 4-bit matrix with minimums, and with one of 8 bits."""
+gemm_two_levels_4, gemm_two_levels_6 = (
+    tuple(_gemm_tile(bits, rows, _two_levels(bits)) for rows in (4, 8, 16)) for bits in (4, 6)
+)
+"""Kernels of 4, 8 and 16 rows with two levels of factors."""
+gemm_floats = tuple(_gemm_tile(4, rows, _powers, emit_floats) for rows in (4, 8, 16))
+"""The same with floating-point numbers."""
 gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)

@@ -113,6 +113,20 @@ def load_unsigned(b: Builder, address: Any) -> Any:
     return b.sitofp(b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS), FLOATS)
 
 
+@define(floats16, types.int64)
+def load_signed(b: Builder, address: Any) -> Any:
+    """Sixteen signed bytes as floats."""
+    return b.sitofp(load(b, ir.VectorType(I8, 16), address, 1), FLOATS)
+
+
+@define(floats16, types.int64)
+def load_powers(b: Builder, address: Any) -> Any:
+    """Powers of two by sixteen bytes, their exponents plus 128; 2^-128 is 0."""
+    exponents = b.zext(load(b, ir.VectorType(I8, 16), address, 1), WORDS)
+    twice = b.bitcast(b.shl(exponents, constant(WORDS, 23)), FLOATS)
+    return b.fmul(twice, constant(FLOATS, 0.5))
+
+
 @define(types.void, types.int64, floats16)
 def store_floats(b: Builder, address: Any, value: Any) -> None:
     """Store sixteen floats."""

@@ -35,8 +35,13 @@ ROUTING = {
     op.GateExperts: _named("units.experts.gate_experts"),
 }
 """The same of a mixture of experts."""
-EXPERTS = {3: _named("units.experts.multiply_experts_3"), 4: _named("units.experts.multiply_experts_4")}
-"""Products with experts, by the bits of their matrices; so are the next."""
+EXPERTS = {
+    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 8)},
+    op.MINIMUMS: {4: _named("units.experts.multiply_experts_minimums_4")},
+    op.TWO_LEVELS: {bits: _named(f"units.experts.multiply_experts_two_levels_{bits}") for bits in (4, 6)},
+    op.FLOATS: {4: _named("units.experts.multiply_experts_floats")},
+}
+"""Products with experts, by the form and the bits of their matrices; those of trellises by their bits."""
 TRELLIS_EXPERTS = {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)}
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
@@ -49,11 +54,18 @@ UNIFORM = {
 }
 """Products with matrices, by their bits; so are the next."""
 MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
+FLOATS = {4: _named("units.products.multiply_floats")}
+TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
+BY_FORM = {op.NO_MINIMUMS: UNIFORM, op.MINIMUMS: MINIMUMS, op.TWO_LEVELS: TWO_LEVELS, op.FLOATS: FLOATS}
+"""All of these, by their form."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
-REPACK_UNIFORM = {3: _named("units.repacking.repack_uniform_3"), 4: _named("units.repacking.repack_uniform_4")}
-"""Repacking of a matrix, by its bits."""
+REPACK_UNIFORM = {
+    3: _named("units.repacking.repack_uniform_3"),
+    **dict.fromkeys((4, op.SIX), _named("units.repacking.repack_uniform_4")),
+}
+"""Repacking of a matrix, by its bits; at 6 of its lower four."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
 """Repacking of a matrix with codebooks."""
 COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}
@@ -101,9 +113,9 @@ def product_unit(weights: op.Weights) -> Unit:
     """The unit of products with a matrix."""
     if weights.trellis:
         return TRELLIS[weights.bits]
-    if weights.minimums:
-        return MINIMUMS[weights.bits]
-    return (W4A8 if weights.group_scales else CODEBOOK if weights.codebooks else UNIFORM)[weights.bits]
+    if weights.group_scales or weights.codebooks:
+        return (W4A8 if weights.group_scales else CODEBOOK)[weights.bits]
+    return BY_FORM[weights.minimums][weights.bits]
 
 
 def page_unit(form: int, rank: int) -> Unit | None:

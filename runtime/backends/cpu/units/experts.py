@@ -39,6 +39,7 @@ from runtime.backends.cpu.kernels.activation import (
     quantize_group,
     rotate_group,
     row_block,
+    sizes_of,
     step_of,
 )
 from runtime.backends.cpu.kernels.compensate import Salient
@@ -87,15 +88,25 @@ from runtime.backends.cpu.units.products import (
     compensate_row,
     one_3,
     one_4,
+    one_8,
+    one_floats,
+    one_minimums_4,
     one_trellis_2,
     one_trellis_3,
     one_trellis_4,
+    one_two_levels_4,
+    one_two_levels_6,
     row_block_at,
     several_3,
     several_4,
+    several_8,
+    several_floats,
+    several_minimums_4,
     several_trellis_2,
     several_trellis_3,
     several_trellis_4,
+    several_two_levels_4,
+    several_two_levels_6,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -301,8 +312,8 @@ def route(i: int, control: int, _part: int, _parts: int, scratch: int) -> None:
 @kernel
 def _round(to: Input, at: int, pair: Pair, start: int, stop: int) -> None:
     """Quantize groups start .. stop - 1 of float32 [width] at an address to the slot of a pair."""
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    groups, lane = (padded + group - 1) // group, pair.slot - pair.block
+    padded, group, groups = sizes_of(to)
+    lane = pair.slot - pair.block
     codes, scratch = to.rounded.codes + pair.block * code_bytes(padded), stack_words_128()
     for g in range(start, stop):
         channel = g * group
@@ -319,13 +330,13 @@ def spread(i: int, _control: int, part: int, parts: int, _scratch: int) -> None:
     """Quantize the rows that each expert reads; a single row once for all of them."""
     of = spread_at(i)
     counts, to = counts_at(of.routes.counts), of.to
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
+    _padded, _group, groups = sizes_of(to)
     once = counts.alone != 0 and of.by_slot == 0
     first, last = share_of(1 if once else counts.pairs, part, parts)
     for p in range(first, last):
         pair = pair_at(of.routes.pairs + PAIR_BYTES * p)
         row = pair.row if of.by_slot == 0 else pair.slot
-        _round(to, of.x.at + row * of.x.stride, pair, 0, (padded + group - 1) // group)
+        _round(to, of.x.at + row * of.x.stride, pair, 0, groups)
 
 
 @compiled_unit
@@ -333,8 +344,7 @@ def gate_experts(i: int, _control: int, part: int, parts: int, _scratch: int) ->
     """The gate times an expert's share, and quantization of the result."""
     of = gate_experts_at(i)
     counts, to = counts_at(of.routes.counts), of.to
-    padded, group = (to.width + 31) // 32 * 32, 32 * to.group_blocks
-    groups = (padded + group - 1) // group
+    padded, group, groups = sizes_of(to)
     first, last = share_of(counts.pairs * groups, part, parts)
     for item in range(first, last):
         pair, g = pair_at(of.routes.pairs + PAIR_BYTES * (item // groups)), item % groups
@@ -462,6 +472,36 @@ def multiply_experts_3(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: uniform codes of 4 bits."""
     _multiply(one_4, several_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 8 bits."""
+    _multiply(one_8, several_8, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: uniform codes of 4 bits with minimums."""
+    _multiply(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 4 bits with two levels of factors."""
+    _multiply(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: codes of 6 bits with two levels of factors."""
+    _multiply(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: floating-point numbers of 4 bits."""
+    _multiply(one_floats, several_floats, i, control, part, parts, scratch)
 
 
 @compiled_unit

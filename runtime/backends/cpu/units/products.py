@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from models.recipe import SUPER_GROUP
 from runtime.backends.cpu.data.instructions import WHOLE_BITS, Linear, Quantized, Residual, Weights
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES
 from runtime.backends.cpu.kernels.activation import code_bytes, row_block
@@ -29,6 +30,7 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_entries_tile_4,
     gemm_entries_tile_8,
     gemm_entries_tile_16,
+    gemm_floats,
     gemm_minimums_tile_4,
     gemm_minimums_tile_8,
     gemm_minimums_tile_16,
@@ -41,12 +43,17 @@ from runtime.backends.cpu.kernels.gemm import (
     gemm_tile_8x4,
     gemm_tile_8x8,
     gemm_tile_8x16,
+    gemm_two_levels_4,
+    gemm_two_levels_6,
     gemv_codebook_tile_3,
     gemv_codebook_tile_4,
+    gemv_floats_tile,
     gemv_minimums_tile_4,
     gemv_tile_3,
     gemv_tile_4,
     gemv_tile_8,
+    gemv_two_levels_tile_4,
+    gemv_two_levels_tile_6,
 )
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.trellis import (
@@ -236,15 +243,32 @@ def _product_of(tile_of: Any, prepare: Any, kernels: tuple[Any, Any, Any, Any]) 
     return one_row_of(tile_of, kernels[0]), several_rows
 
 
-def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1) -> tuple[Any, Any]:
-    """Products with uniform codes; a zero, or what stands in its place, has so many bytes."""
+def _uniform(bits: int, *kernels: Any, zero_bytes: int = 1, scale_bytes: int = 2) -> tuple[Any, Any]:
+    """Products with uniform codes; a zero, or what stands in its place, and a scale have so many bytes."""
     block_bytes = BLOCK_BYTES[bits]
 
     @routine
     def tile_of(weights: Weights, tile: int) -> Tile:
         codes, groups = weights.codes + tile * weights.blocks * block_bytes, tile * weights.groups
-        scales, zeros = weights.scales + 32 * groups, weights.zeros + 16 * zero_bytes * groups
+        scales, zeros = weights.scales + 16 * scale_bytes * groups, weights.zeros + 16 * zero_bytes * groups
         return Tile(codes, scales, zeros, weights.blocks, weights.group_blocks)
+
+    @routine
+    def prepare(tile: Tile, _scratch: int) -> Tile:
+        return tile
+
+    return _product_of(tile_of, prepare, kernels)
+
+
+def _two_levels(bits: int, *kernels: Any) -> tuple[Any, Any]:
+    """Products with two levels of factors."""
+    block_bytes, groups = BLOCK_BYTES[bits], SUPER_GROUP // BLOCK
+
+    @routine
+    def tile_of(weights: Weights, tile: int) -> Tile:
+        codes, supers = weights.codes + tile * weights.blocks * block_bytes, weights.blocks // groups
+        scales, levels = weights.scales + 64 * tile * supers, weights.zeros + 32 * tile * weights.groups
+        return Tile(codes, scales, levels, weights.blocks, weights.group_blocks)
 
     @routine
     def prepare(tile: Tile, _scratch: int) -> Tile:
@@ -278,10 +302,13 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
-_one_8, _several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
-_one_minimums_4, _several_minimums_4 = _uniform(
+one_8, several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
+one_minimums_4, several_minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
+one_floats, several_floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
+one_two_levels_4, several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
+one_two_levels_6, several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
 _one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
@@ -352,13 +379,31 @@ def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int
 @compiled_unit
 def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 8 bits."""
-    multiply_linear(_one_8, _several_8, i, control, part, parts, scratch)
+    multiply_linear(one_8, several_8, i, control, part, parts, scratch)
 
 
 @compiled_unit
 def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
-    multiply_linear(_one_minimums_4, _several_minimums_4, i, control, part, parts, scratch)
+    multiply_linear(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: floating-point numbers of 4 bits."""
+    multiply_linear(one_floats, several_floats, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: codes of 4 bits with two levels of factors."""
+    multiply_linear(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: codes of 6 bits with two levels of factors."""
+    multiply_linear(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
 
 
 @compiled_unit

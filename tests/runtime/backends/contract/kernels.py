@@ -68,6 +68,8 @@ class HeadOptions:
 class Kernels(Protocol):
     """The operations. Activations that come in are representable in half precision."""
 
+    all_kept: bool
+    """Whether there are products with all types of `models.recipe.GGUF_GROUPS`."""
     written: str
     """Tolerance of activations that norms and gates write."""
 

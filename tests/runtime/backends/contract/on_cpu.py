@@ -35,6 +35,7 @@ class CpuKernels:
     """See `tests.runtime.backends.contract.kernels.Kernels`."""
 
     written = "sums"
+    all_kept = True
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         source, weights = wide(h.numpy()), vector(weight.numpy())

@@ -36,6 +36,7 @@ class TritonKernels:
     """
 
     written = "half"
+    all_kept = False
 
     def __init__(self, device: str) -> None:
         self.device = device

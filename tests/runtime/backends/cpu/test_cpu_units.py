@@ -188,8 +188,11 @@ def test_the_instruction_set_names_every_unit_and_no_other() -> None:
     named |= {units.page_unit(form, 0) for form in (8, TWO_PLANES)}
     named |= {units.heads_unit(form, window) for form in (4, HALF) for window in (0, 64)}
     named |= {units.flush_unit(rank) for rank in (0, 4)}
-    for value in vars(units).values():
-        named |= {own for own in (value.values() if isinstance(value, dict) else [value]) if isinstance(own, Unit)}
+
+    def listed(value: object) -> list[object]:
+        return [own for each in value.values() for own in listed(each)] if isinstance(value, dict) else [value]
+
+    named |= {own for value in vars(units).values() for own in listed(value) if isinstance(own, Unit)}
     modules = [import_module(f"{units.__name__}.{found.name}") for found in pkgutil.iter_modules(units.__path__)]
     assert named == {own for module in (executor, *modules) for own in vars(module).values() if isinstance(own, Unit)}
     assert all(own and own.function.__name__ == own.name for own in named)
