@@ -43,7 +43,10 @@ def kept_recipe(checkpoint: Checkpoint) -> Recipe:
     types = {name: _type(checkpoint, name) for name in checkpoint.spec.linear_names()}
     sizes = {own for name, kind in types.items() if kind in INTEGERS for own in _group_sizes(checkpoint, name)}
     if len(sizes) > 1:
-        raise QuantizationError(f"{checkpoint.path}: groups of {sizes} cannot be kept in one model; leave --method out")
+        words = " and ".join(map(str, sorted(sizes)))
+        raise QuantizationError(
+            f"{checkpoint.path}: groups of {words} inputs cannot be kept in one model; leave --method out to round them"
+        )
     weights: Counter[int] = Counter()
     for name, kind in types.items():
         weights[KEPT_BITS[kind]] += 0 if name == "head" else prod(checkpoint.spec.linear_shape(name))

@@ -225,6 +225,17 @@ def test_scales_must_be_numbers_of_half_precision(tmp_path: Path) -> None:
         quantize(low, Store(tmp_path / "store"), keeping(low))
 
 
+def test_groups_of_different_sizes_are_not_kept(tmp_path: Path) -> None:
+    def change(tensors: Tensors, _about: dict[str, Any]) -> None:
+        for last in ("scales", "qzeros"):
+            tensors[f"{O}.{last}"] = tensors[f"{O}.{last}"][::2].contiguous()
+
+    low = spoiled(tmp_path, change)
+    assert kept_by_default(low) is None
+    with pytest.raises(QuantizationError, match="groups of 32 and 64 inputs cannot be kept in one model"):
+        keeping(low)
+
+
 def test_experts_are_kept(tmp_path: Path) -> None:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     plain, low = write(tmp_path, "awq", "Qwen3Moe", **experts)

@@ -137,11 +137,9 @@ class TiledLinear:
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
         kind = None if self.zeros is None else self.zeros.dtype.char
-        form = (
-            FLOATS if self.scales.dtype == np.uint8 else {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
-        )
-        levels = {"group_scales": group_scales, "minimums": form}
-        return Weights(codes, scales, zeros, codebooks, *sizes, trellis=self.trellis, **levels)
+        form = {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
+        form = FLOATS if self.scales.dtype == np.uint8 else form
+        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales, trellis=self.trellis, minimums=form)
 
     @property
     def whole(self) -> Whole:
@@ -184,9 +182,7 @@ def _six(words: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8]) -> None:
     nibbles = np.zeros((tiles, blocks, BLOCK_BYTES[4]), np.uint8)
     REPACK_UNIFORM[4](int(low.ctypes.data), len(words), int(nibbles.ctypes.data), tiles, blocks)
     halves[..., :128] = nibbles.reshape(tiles, blocks, 2, 128)
-    pairs = np.zeros(
-        (tiles * LANES, blocks, 2), np.uint32
-    )  # each word has the pairs of one half: c in 4 j + c to bytes
+    pairs = np.zeros((tiles * LANES, blocks, 2), np.uint32)  # a word has those of half a block, of k = 4 j + c
     pairs[: len(words)] = planes[..., 4:].view(np.uint32)
     turned = sum((pairs >> (8 * j + 2 * c) & 3) << (8 * c + 2 * j) for j in range(4) for c in range(4))
     lanes = np.asarray(turned, np.uint32).reshape(tiles, LANES, blocks, 2).transpose(0, 2, 3, 1)
