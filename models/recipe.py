@@ -27,7 +27,7 @@ FLOATS = "MXFP4"
 SUPER_GROUP = 256
 LARGEST_KEPT_GROUP = 256
 """Larger groups of integers are not kept: activations of 8 bits share a scale in a group, too."""
-KEEPS = "a GGUF file's Q4_0, Q4_1, Q8_0, Q4_K to Q6_K and MXFP4, integers of AWQ and GPTQ, bit for bit"
+KEEPS = "weights of few bits as they are: of GGUF files, AWQ, GPTQ and MXFP4"
 """Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes, or `KEPT`."""
