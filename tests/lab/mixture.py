@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from assets import calibration_text, evaluation_text
 from models.quantize import quantize
 from models.recipe import Recipe
-from models.store import Store
+from models.store import Store, StoredModel
 from models.store.certificate import Certificate
+from runtime.load.certificate import certify
 from tests.lab.models import SMOLLM2
 from tests.lab.store import about_run, columns, parser, write
 
@@ -64,6 +65,8 @@ def main() -> None:
                 recipe = Recipe(method=method, bits=bits)
                 texts = {"calibration": calibration_text(), "evaluation": evaluation_text()}
                 info = quantize(Path(work), Store(Path(work) / "store"), recipe, **texts)
+                stored = StoredModel.open_folder(info.path)
+                certify(stored, backend="cpu")
                 certificate = Certificate.read(info.path)
                 assert certificate is not None
                 for way in certificate.ways:
