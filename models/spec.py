@@ -398,7 +398,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Weights of the full-precision model; a tied embedding counts once."""
+        """Weights of the full-precision model; a tied embedding and what is stored here twice count once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         count += self.token_weights
         if self.latent is not None:
@@ -412,7 +412,10 @@ class ModelSpec:
         for layer in range(self.num_layers):
             count += sum(self.block_vectors(layer).values())
             count += sum(rows * width for rows, width in self.routers(layer).values())
-        return count
+        if self.delta is not None and self.delta.mamba:
+            twice = self.delta.value_heads * (self.hidden_size + self.delta.biased)
+            count -= twice * len(self.state_layers)
+        return count - self.hidden_size * self.num_layers * self.parallel
 
     @property
     def token_weights(self) -> int:

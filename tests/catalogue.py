@@ -17,6 +17,7 @@ from babel.messages.pofile import read_po, write_po
 
 from app.language import DOMAIN, FOLDER
 from app.settings import RULES
+from models.catalogue import CATALOGUE
 from models.recipe import GOOD_FOR
 from runtime.wire.answers import BASE, CONTINUES
 from tests.architecture import ROOT
@@ -27,6 +28,7 @@ DATE = datetime(2026, 11, 29, tzinfo=UTC)
 COUNTS = {"_": 1, "ngettext": 2}
 """The functions that look texts up, with how many they take."""
 TABLES = {
+    "models/catalogue.py": tuple(dict.fromkeys(model.good_for for model in CATALOGUE)),
     "models/recipe.py": tuple(GOOD_FOR.values()),
     "runtime/wire/answers.py": (BASE, CONTINUES),
     "app/settings.py": (
