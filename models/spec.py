@@ -99,6 +99,10 @@ class DeltaSpec:
     """Whether its projections have biases."""
     normed: bool = True
     """Whether outputs pass a norm."""
+    eps: float | None = None
+    """Epsilon of that norm, where it is one of its own."""
+    most: float = 1.0
+    """Of a delta rule's beta; 2 lets what a state holds for a key turn into its negative (OLMo hybrid)."""
 
     @property
     def gain_width(self) -> int:
@@ -291,6 +295,8 @@ class ModelSpec:
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
     """Whether what they add to the residual stream passes an RMSNorm first (Gemma 2, OLMo 2)."""
+    states_normed_before: bool = False
+    """Whether blocks with a state have the norms before instead of those behind (OLMo hybrid)."""
     parallel: bool = False
     """Whether attention and MLP read the same stream, to which both are added (Cohere)."""
     inner_eps: float | None = None
@@ -355,6 +361,11 @@ class ModelSpec:
     def mlp_parts(self) -> int:
         """How often as many rows as an MLP is wide `gate_up` has: gate and up, or up alone."""
         return 1 if self.activation in UNGATED else 2
+
+    def norms(self, layer: int) -> tuple[bool, bool]:
+        """Whether a block has norms before attention and MLP, and behind them."""
+        before = self.states_normed_before and self.mixer(layer) in _STATES
+        return self.norm_before or before, self.norm_after and not before
 
     def mlp_width(self, layer: int) -> int:
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
@@ -454,7 +465,8 @@ class ModelSpec:
         a `gain` of all heads. `scale` is what the stream is multiplied by, `rising` and
         `falling` are the slopes of xIELU on either side.
         """
-        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        before, after = self.norms(layer)
+        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if before else {}
         if layer in self.bare:
             vectors.pop("post_norm", None)
         if self.mixer(layer) not in _STATES:
@@ -475,7 +487,7 @@ class ModelSpec:
             vectors["router_bias"] = self.mixture.scores
         if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
             vectors["router_correction"] = self.mixture.experts
-        if self.norm_after:
+        if after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
         if self.mixture is not None and self.mixture.parallel_mlp and self.has_experts(layer):
             vectors |= dict.fromkeys(("router_norm", "mlp_norm", "experts_norm", "experts_down_norm"), self.hidden_size)
@@ -528,6 +540,8 @@ class ModelSpec:
     @property
     def gain_eps(self) -> float:
         """Epsilon of the norm of what a state gives."""
+        if self.delta is not None and self.delta.eps is not None:
+            return self.delta.eps
         return self.norm_eps if self.inner_eps is None else self.inner_eps
 
     def rope_of(self, layer: int) -> RopeSpec | None:

@@ -139,10 +139,10 @@ class Family:
         found = modules[own] if own in modules else (self.norms[own],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 
-    def vector(self, name: str, mixer: Mixer = "attention") -> str:
-        """The tensor of a norm or another vector by its name in `models.architecture`."""
-        (module,) = self.sources(name, mixer)
-        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+    def vector(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
+        """The tensors of a norm or another vector by its name in `models.architecture`; several of a convolution."""
+        part = _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+        return tuple(module + part for module in self.sources(name, mixer))
 
 
 def read_common(

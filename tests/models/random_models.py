@@ -56,6 +56,8 @@ DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
+OF_DELTA = {"num_hidden_layers": 2, **{key: size for key, size in DELTA.items() if key != "head_dim"}}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 GRANITE4 = {
@@ -347,6 +349,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {**DELTA, **MIXTURE, "shared_expert_intermediate_size": 20, "layer_types": DELTA_FIRST},
     ),
+    "olmo-hybrid": ("OlmoHybrid", {**OF_DELTA, "layer_types": DELTA_FIRST[:2], "rope_parameters": NO_ROPE}),
+    "olmo-hybrid-turning": (
+        "OlmoHybrid",
+        {
+            **OF_DELTA,
+            "layer_types": DELTA_FIRST[1:],
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
     "nemotron-h": (
@@ -393,7 +406,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1"),
+        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1", "olmo-hybrid"),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -411,6 +424,7 @@ DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
     *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
+    "OlmoHybrid",
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -476,6 +490,18 @@ def _drawn_latents(own: random.Random) -> dict[str, Any]:
         "moe_intermediate_size": own.randint(3, 40),
         "n_shared_experts": own.randint(1, 3),
         "routed_scaling_factor": own.uniform(0.5, 2),
+    }
+
+
+def _drawn_delta(own: random.Random, mask: list[str]) -> dict[str, Any]:
+    return {
+        "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
+        "linear_num_key_heads": (key_heads := own.randint(1, 3)),
+        "linear_num_value_heads": key_heads * own.randint(1, 3),
+        "linear_key_head_dim": own.randint(3, 20),
+        "linear_value_head_dim": own.randint(3, 20),
+        "linear_conv_kernel_dim": own.randint(2, 5),
+        "attention_bias": own.random() < 0.5,
     }
 
 
@@ -671,14 +697,16 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "moe_layer_start_index": own.randint(0, 1),
         "moe_layer_end_index": own.choice([-1, len(mask) - 1]),
     },
+    "OlmoHybrid": lambda own, _window, mask, _: {
+        **_drawn_delta(own, mask),
+        # transformers wants one of each.
+        "layer_types": own.sample(kinds := ["linear_attention", "full_attention"], 2) + own.choices(kinds, k=len(mask)),
+        "num_hidden_layers": len(mask) + 2,
+        "linear_allow_neg_eigval": own.random() < 0.7,
+        "rope_parameters": own.choice([_drawn_rope(own), NO_ROPE]),
+    },
     "Qwen3_5": lambda own, _window, mask, dim: {
-        "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
-        "linear_num_key_heads": (key_heads := own.randint(1, 3)),
-        "linear_num_value_heads": key_heads * own.randint(1, 3),
-        "linear_key_head_dim": own.randint(3, 20),
-        "linear_value_head_dim": own.randint(3, 20),
-        "linear_conv_kernel_dim": own.randint(2, 5),
-        "attention_bias": own.random() < 0.5,
+        **_drawn_delta(own, mask),
         "rope_parameters": {**_drawn_rope(own), "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim},
     },
 }
@@ -773,6 +801,7 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "Lfm2Moe",
         "Cohere",
         "Cohere2",
+        "OlmoHybrid",
     )
     divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)

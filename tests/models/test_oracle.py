@@ -246,8 +246,9 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
         hook.remove()
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
     if spec.norm_after:
+        behind = sum(spec.norms(layer)[1] for layer in range(spec.num_layers))
         further = spec.token_width or (spec.mixture is not None and spec.mixture.parallel_mlp)
-        assert sum(name.endswith("_norm") for name, _ in seen) == (4 if further else 2) * spec.num_layers
+        assert sum(name.endswith("_norm") for name, _ in seen) == (4 if further else 2) * behind
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
     context = [(name, x) for name, x in seen if name.endswith("tokens.gate_up")]
     seen = [(name, x) for name, x in seen if not name.endswith("tokens.gate_up") and name not in seen_alone]
