@@ -82,6 +82,9 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "router":
             return torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._router_keys(name)])
+        if kind in self.files.family.made:
+            width = self.spec.block_vectors(int(name.split(".")[1]))[name]
+            return torch.full((width,), self._multiplier(name))
         weight = torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._vector_keys(name)])
         if kind == "conv":
             weight = weight.squeeze(1)
@@ -93,7 +96,7 @@ class Checkpoint:
             weight = functional.softplus(weight) + (XIELU_LINEAR if kind == "falling" else 0)
         if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
-        if kind.endswith("norm"):
+        if kind.endswith("norm") and (kind != "norm" or self.files.family.last_offset):
             weight = weight + self.files.norm_offset
         if kind in ("q_norm", "k_norm") and self.files.family.proportional:
             weight = weight[self._turning_first(int(name.split(".")[1]))]
@@ -278,14 +281,15 @@ class Checkpoint:
         return torch.cat(((heads + order).flatten(), values))
 
     def embedding(self) -> torch.Tensor:
-        """The embedding table [V, C] in the checkpoint's own dtype; if its rows lose their means, not in bfloat16."""
-        table = self._table()
-        if not self.files.family.centered:
+        """The embedding table [V, C] in the checkpoint's own dtype; if its rows change, not in bfloat16."""
+        table, family = self._table(), self.files.family
+        if not family.centered and not family.normed_embedding:
             return table
         found = torch.empty_like(table, dtype=torch.float16 if table.dtype == torch.bfloat16 else table.dtype)
         for first in range(0, len(table), _TABLE_ROWS):
             rows = table[first : first + _TABLE_ROWS].to(torch.float32)
-            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True)
+            scale = torch.rsqrt(rows.square().mean(1, keepdim=True) + self.spec.norm_eps)
+            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True) if family.centered else rows * scale
         return found
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
@@ -396,6 +400,8 @@ class Checkpoint:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
             for vector, width in spec.block_vectors(layer).items():
+                if vector.endswith(self.files.family.made or "/"):
+                    continue
                 keys = self._vector_keys(vector)
                 if vector.endswith(".conv"):
                     taps = spec.conv_kernel_size

@@ -299,6 +299,8 @@ class ModelSpec:
     """Whether blocks with a state have the norms before instead of those behind (OLMo hybrid)."""
     parallel: bool = False
     """Whether attention and MLP read the same stream, to which both are added (Cohere)."""
+    after_eps: float | None = None
+    """Epsilon of the norms behind attention and MLP, where it is another one."""
     inner_eps: float | None = None
     """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
@@ -535,6 +537,8 @@ class ModelSpec:
     def eps_of(self, name: str) -> float:
         kinds = ("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm", "queries_norm")
         inner = name.endswith(kinds)
+        if self.after_eps is not None and name.endswith(("o_norm", "down_norm")):
+            return self.after_eps
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
     @property

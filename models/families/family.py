@@ -89,6 +89,12 @@ class Family:
     blocks, or with its name of one."""
     norm_offset: float = 0.0
     """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
+    last_offset: bool = True
+    """Whether that holds for the norm before the head, too."""
+    made: tuple[str, ...] = ()
+    """Norms of a block whose weights are ones, and no tensor."""
+    normed_embedding: bool = False
+    """Whether rows of the embedding table pass an RMSNorm without weights, with the epsilon of the others."""
     interleaved: bool = False
     """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
     centered: bool = False

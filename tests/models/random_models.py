@@ -360,6 +360,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "muse-glimmer": (
+        "MuseGlimmer",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "post_norm_eps": 0.1,
+            "output_multiplier": 0.7,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
     "nemotron-h": (
@@ -424,7 +435,7 @@ DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
     *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
-    "OlmoHybrid",
+    *("OlmoHybrid", "MuseGlimmer"),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -697,6 +708,16 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "moe_layer_start_index": own.randint(0, 1),
         "moe_layer_end_index": own.choice([-1, len(mask) - 1]),
     },
+    "MuseGlimmer": lambda own, window, mask, _: {
+        "sliding_window": window,
+        "layer_types": mask,
+        "post_norm_eps": own.choice([1e-8, 0.1]),
+        "qk_scale_factor": own.uniform(0.5, 4),
+        "output_multiplier": own.uniform(0.1, 2),
+        "final_logit_softcapping": own.uniform(2, 20),
+        "rope_parameters": (rope := _drawn_rope(own)),
+        "layer_rope_theta": [own.choice([0, rope["rope_theta"]]) for _ in mask],
+    },
     "OlmoHybrid": lambda own, _window, mask, _: {
         **_drawn_delta(own, mask),
         # transformers wants one of each.
@@ -831,19 +852,22 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    texts = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+    texts = ("MuseGlimmer", "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     kind = f"{family}Text" if family in texts else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     config._attn_implementation = eager.get("attn_implementation")
     config._experts_implementation = "eager"  # the default one takes no odd widths
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind_of_model = muse_glimmer() if family == "MuseGlimmer" else getattr(transformers, f"{family}ForCausalLM")
+    model = kind_of_model(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                offset = family in ("Gemma", "Gemma2", "Gemma3") or (
-                    family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
+                offset = (
+                    family in ("Gemma", "Gemma2", "Gemma3")
+                    or (family == "MuseGlimmer" and "layers" in name)
+                    or (family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name)
                 )
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
                 if family.startswith("Gemma4") and "q_norm" in name:
@@ -856,6 +880,29 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.3, 1.5)
     return model
+
+
+def muse_glimmer() -> Any:
+    """The text part of Muse Glimmer as a class of its own: transformers has it within the whole alone."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.muse_glimmer import configuration_muse_glimmer, modeling_muse_glimmer
+
+    class MuseGlimmerForCausalLM(modeling_muse_glimmer.MuseGlimmerPreTrainedModel):
+        config_class = configuration_muse_glimmer.MuseGlimmerTextConfig
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = modeling_muse_glimmer.MuseGlimmerTextModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Any, cache: Any = None, **others: Any) -> Any:
+            states = self.model(input_ids=input_ids, cache=cache, **others).last_hidden_state
+            cap, scale = self.config.final_logit_softcapping, self.config.output_multiplier
+            return CausalLMOutputWithPast(logits=cap * torch.tanh(self.lm_head(states) * scale / cap))
+
+    return MuseGlimmerForCausalLM
 
 
 def random_case(case: str) -> Any:
