@@ -86,7 +86,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 ENDS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
-        *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]", "<turn|>"),
+        *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]", "<turn|>", "<|END_OF_TURN_TOKEN|>"),
+        *("<|assistant_end|>", "<|tools_suffix|>"),
     }
 )
 """Special tokens that end an answer in every model that has them; a file names only one or two of them."""

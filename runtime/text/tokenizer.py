@@ -20,7 +20,16 @@ from models.foreign import check_folder, panics_raised, read_json
 from models.plain_tokenizer import NAMED, TokenizerFiles, check_sound, plain_tokenizer
 from runtime.errors import BackendError, ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
-from runtime.text.channels import CHANNEL_MARKS, PAIRED_MARKS, ChannelReader, PairedReader, Pieces
+from runtime.text.channels import (
+    APERTUS_MARKS,
+    CHANNEL_MARKS,
+    COHERE_MARKS,
+    PAIRED_MARKS,
+    ChannelReader,
+    ListedReader,
+    PairedReader,
+    Pieces,
+)
 from runtime.text.reasoning import TAGS, opened, outside_tags
 from runtime.text.template_process import template_process
 from runtime.text.tool_calls import TOLD, CallFormat, Tool, describe_tools
@@ -41,7 +50,12 @@ _BEGINNING = 8
 """Characters of a beginning that special tokens may share."""
 _ORDINARY = re.compile(r"</?[a-z]+[0-9]?>|\w[\w ]*")
 """Added tokens that are mere text: words, and the HTML tags of Gemma."""
-_MARKED = ((CHANNEL_MARKS, ChannelReader), (PAIRED_MARKS, PairedReader))
+_MARKED = (
+    (CHANNEL_MARKS, ChannelReader),
+    (PAIRED_MARKS, PairedReader),
+    (COHERE_MARKS, ListedReader),
+    (APERTUS_MARKS, ListedReader),
+)
 """Marks of answers, and what reads them."""
 
 
