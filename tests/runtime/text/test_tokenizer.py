@@ -714,6 +714,19 @@ def test_conversations_with_tools_have_the_template_that_is_made_for_them(tmp_pa
     assert template_in(tmp_path) == TEMPLATE
 
 
+def test_tools_are_functions_and_arguments_texts_for_a_template_that_wants_them_so() -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.name + ': ' + tool.description }} {% endfor %}{% for said in messages %}"
+        "{{ said.content }}{% for call in said.tool_calls or [] %}{{ call.function.name + call.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    tools = [Tool(name="look", description="Looks.").record()]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "→"}}}
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render(template, asked, tokens={}, tools=tools) == 'look: Looks. Hilook{"at": "→"}'
+    assert render(template, asked, tokens={}) == 'Hilook{"at": "→"}'
+
+
 def test_messages_too_deep_for_a_template_are_refused(tmp_path: Path) -> None:
     deep: list[object] = []
     for _ in range(100_000):
