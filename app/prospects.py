@@ -33,7 +33,8 @@ def recommended(found: Sequence[Prospect]) -> Prospect | None:
     The best is the largest; a mixture of experts counts as the geometric mean of its weights and those that a token
     reads. None if there is none, or if speeds are not known yet.
     """
-    good = [one for one in found if one.fits == "yes" and not one.gated and (one.tokens_per_s or 0) >= READABLE]
+    free = [one for one in found if one.fits == "yes" and one.leads and not one.gated]
+    good = [one for one in free if (one.tokens_per_s or 0) >= READABLE]
     fast = [one for one in good if one.download_bytes / _LINE_BYTES_S + one.making_s <= _MAX_READY_S]
     return max(fast, key=lambda one: one.parameters * math.sqrt(one.active_share), default=None)
 
@@ -46,7 +47,8 @@ def words(one: Prospect) -> str:
         size=byte_count(one.download_bytes),
         time=duration(one.making_s),
     )
-    parts = [_("{source} by {maker}", source=one.source, maker=one.maker), one.license, effort, room(one)]
+    made = _("{source} by {maker}", source=one.source, maker=one.maker)
+    parts = [made, one.license, effort, room(one), _(one.good_for)]
     if one.active_share < 1:
         parts.append(_("a token reads {share:.0%} of its weights", share=one.active_share))
     if not one.verified:

@@ -279,7 +279,7 @@ class Builder:
 
     def read(self, x: Node, layer: int, norm: str) -> Node:
         """What a linear layer reads of the residual stream."""
-        return self.node("read", x, layer=layer, norm=f"layers.{layer}.{norm}" if self.spec.norm_before else "")
+        return self.node("read", x, layer=layer, norm=f"layers.{layer}.{norm}" if self.spec.norms(layer)[0] else "")
 
     def block(self, layer: int, x: Node) -> Node:
         """One decoder block. [M, C] -> [M, C]."""
@@ -306,13 +306,13 @@ class Builder:
         if states is not None:
             x = self.node("add", x, self.linear(self.node("delta", states, layer=layer), layer, STATE_O))
         mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), *inputs, layer=layer)
-        norm = f"layers.{layer}.o_norm" if self.spec.norm_after else ""
+        norm = f"layers.{layer}.o_norm" if self.spec.norms(layer)[1] else ""
         return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)
 
     def mlp(self, layer: int, x: Node) -> Node:
         """The residual stream after the gated MLP, experts, or both."""
         spec, prefix, mixture = self.spec, f"layers.{layer}", self.spec.has_experts(layer)
-        behind = f"{prefix}.down_norm" if spec.norm_after else ""
+        behind = f"{prefix}.down_norm" if spec.norms(layer)[1] else ""
         inside = self.read(x, layer, "post_norm")
         beside = mixture and spec.mixture is not None and spec.mixture.parallel_mlp
         if mixture and not beside:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from models.spec import DeltaSpec, HeadShape, Mixer, MixtureSpec, ModelSpec, RopeSpec
+from models.spec import DeltaSpec, HeadShape, LatentSpec, Mixer, MixtureSpec, ModelSpec, RopeSpec
 
 Form = Literal["GGUF", "Hugging Face"]
 _SOURCE_BYTES: Mapping[Form, float] = {"Hugging Face": 2, "GGUF": 34 / 32}
@@ -64,11 +64,15 @@ class CatalogueModel:
     """`owner/name` on the hub, or a file with a short name. Its maker's GGUF file in Q8_0 is preferred: half of what
     bfloat16 takes to download."""
     maker: str
+    good_for: str
+    """What people take it for, in three words."""
     license: str = "Apache-2.0"
     spec: ModelSpec
     gated: bool = False
     """Whether the hub requires a login that has accepted the licence."""
     mxfp4: bool = False
+    leads: bool = True
+    """Whether it may be the recommended one; not where a smaller one answers better."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The sampling that its maker recommends, where the file does not hold it: keys of generation_config.json."""
 
@@ -144,8 +148,7 @@ def _spec(
         num_kv_heads=heads[1],
         head_dim=heads[2],
         norm_eps=1e-5,
-        rope=RopeSpec(rotary_dim=heads[2]),
-        **{"windows": (None,) * blocks, **others},
+        **{"windows": (None,) * blocks, "rope": RopeSpec(rotary_dim=heads[2]), **others},
     )
 
 
@@ -205,6 +208,98 @@ def _gemma4(
     )
 
 
+def _mamba(heads: int, dim: int, state: int, groups: int = 1, **others: Any) -> dict[str, Any]:
+    """Mamba-2 with so many heads of `dim` channels, and with B and C of `state` channels for each group."""
+    delta = DeltaSpec(key_heads=groups, value_heads=heads, key_dim=state, value_dim=dim, mamba=True, **others)
+    return {"delta": delta, "conv_kernel_size": 4, "conv_bias": True}
+
+
+def _granite4_h(
+    hidden: int, width: int, heads: tuple[int, int, int], mamba: tuple[int, int], **others: Any
+) -> ModelSpec:
+    """Granite 4 with Mamba-2; `mamba` are its heads and their width. Blocks are 40 unless told otherwise."""
+    attention = others.pop("attention", (5, 15, 25, 35))
+    blocks = others.pop("blocks", 40)
+    return _spec(
+        "granitemoehybrid",
+        hidden,
+        width,
+        blocks,
+        heads,
+        vocab_size=100352,
+        max_context=131072,
+        tied=True,
+        mixers=_mixers(blocks, "delta", attention),
+        nope_layers=tuple(range(blocks)),
+        **_mamba(*mamba, state=128),
+        **others,
+    )
+
+
+def _laguna(blocks: int) -> ModelSpec:
+    """Laguna XS.2: the first of every four blocks sees everything, with fewer heads."""
+    windows = tuple(512 if layer % 4 else None for layer in range(blocks))
+    return _spec(
+        "laguna",
+        2048,
+        8192,
+        blocks,
+        (48, 8, 128),
+        vocab_size=100352,
+        max_context=131072,
+        windows=windows,
+        query_heads=tuple(48 if seen is None else 64 for seen in windows),
+        gated=True,
+        head_gates=True,
+        gate_form="softplus",
+        qk_norm=True,
+        mixture=MixtureSpec(
+            experts=256,
+            chosen=8,
+            width=512,
+            normalized=True,
+            dense=(0,),
+            shared=1,
+            gated=False,
+            scoring="sigmoid",
+            corrected=True,
+        ),
+    )
+
+
+def _nemotron3_nano(pattern: str) -> ModelSpec:
+    """Nemotron 3 Nano, by a letter for each of config.json's blocks: M Mamba-2, * attention, E experts."""
+    mixers = [at for at, letter in enumerate(pattern) if letter != "E"]
+    bare = tuple(own for own, at in enumerate(mixers) if not pattern[at + 1 :].startswith("E"))
+    attention = [own for own, at in enumerate(mixers) if pattern[at] == "*"]
+    return _spec(
+        "nemotron_h",
+        2688,
+        1856,
+        len(mixers),
+        (32, 2, 128),
+        vocab_size=131072,
+        max_context=262144,
+        activation="relu2",
+        mixers=_mixers(len(mixers), "delta", attention),
+        nope_layers=tuple(range(len(mixers))),
+        bare=bare,
+        **_mamba(64, 64, state=128, groups=8),
+        mixture=MixtureSpec(
+            experts=128,
+            chosen=6,
+            width=1856,
+            normalized=True,
+            dense=bare,
+            shared=2,
+            gated=False,
+            scoring="sigmoid",
+            corrected=True,
+            scale=2.5,
+        ),
+    )
+
+
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_context": 131072, "tied": True}
 
 _MAKERS = {
@@ -218,40 +313,79 @@ _MAKERS = {
     "mistralai": "Mistral AI",
     "openai": "OpenAI",
     "baidu": "Baidu",
+    "ibm-granite": "IBM",
+    "tiiuae": "TII",
+    "arcee-ai": "Arcee AI",
+    "CohereLabs": "Cohere",
+    "swiss-ai": "Swiss AI",
+    "zai-org": "Z.ai",
+    "nvidia": "NVIDIA",
+    "poolside": "Poolside",
 }
 """Publishers by the owner of their repositories."""
 
 
-def _model(title: str, origin: str | KnownModel, spec: ModelSpec, **others: Any) -> CatalogueModel:
+def _model(title: str, good_for: str, origin: str | KnownModel, spec: ModelSpec, **others: Any) -> CatalogueModel:
     """A model, of the usual licence unless told otherwise."""
     owner = origin.partition("/")[0] if isinstance(origin, str) else "HuggingFaceTB"
-    return CatalogueModel(title=title, origin=origin, maker=_MAKERS[owner], spec=spec, **others)
+    return CatalogueModel(title=title, good_for=good_for, origin=origin, maker=_MAKERS[owner], spec=spec, **others)
 
 
 CATALOGUE: Sequence[CatalogueModel] = (
     _model(
-        "SmolLM2 135M", _SMOLLM2_135M, _spec("llama", 576, 1536, 30, (9, 3, 64), **_SMOLLM2), sampling=_SMOLLM2_SAMPLING
+        "SmolLM2 135M",
+        "quick short answers",
+        _SMOLLM2_135M,
+        _spec("llama", 576, 1536, 30, (9, 3, 64), **_SMOLLM2),
+        sampling=_SMOLLM2_SAMPLING,
+    ),
+    _model(
+        "Granite 4 h-350m",
+        "quick short answers",
+        "ibm-granite/granite-4.0-h-350m-GGUF",
+        _granite4_h(768, 2048, (12, 4, 64), (48, 32), blocks=32, attention=(10, 13, 17, 27)),
     ),
     _model(
         "SmolLM2 360M",
+        "quick short answers",
         "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF",
         _spec("llama", 960, 2560, 32, (15, 5, 64), **_SMOLLM2),
         sampling=_SMOLLM2_SAMPLING,
     ),
     _model(
         "Qwen2.5 0.5B",
+        "quick short answers",
         "Qwen/Qwen2.5-0.5B-Instruct-GGUF",
         _spec("qwen2", 896, 4864, 24, (14, 2, 64), vocab_size=151936, tied=True, **_QWEN2),
         sampling=_QWEN25_SAMPLING,
     ),
     _model(
+        "Falcon-H1 0.5B",
+        "quick short answers",
+        "tiiuae/Falcon-H1-0.5B-Instruct-GGUF",
+        _spec(
+            "falcon_h1",
+            1024,
+            2048,
+            36,
+            (8, 2, 64),
+            vocab_size=32784,
+            max_context=16384,
+            mixers=("both",) * 36,
+            **_mamba(24, 64, state=128, normed=False),
+        ),
+        license="Falcon-LLM",
+    ),
+    _model(
         "Qwen3 0.6B",
+        "quick reasoning, tools",
         "Qwen/Qwen3-0.6B-GGUF",
         _spec("qwen3", 1024, 3072, 28, (16, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
     _model(
         "Gemma 3 1B",
+        "light everyday chat",
         "google/gemma-3-1b-it",
         _gemma3(1152, 6912, 26, (4, 1), 512, vocab_size=262144, max_context=32768),
         gated=True,
@@ -259,6 +393,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "LFM2 1.2B",
+        "fast on laptops",
         "LiquidAI/LFM2-1.2B",
         _spec(
             "lfm2",
@@ -277,33 +412,53 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "Llama 3.2 1B",
+        "light everyday chat",
         "meta-llama/Llama-3.2-1B-Instruct",
         _spec("llama", 2048, 8192, 16, (32, 8, 64), **_LLAMA3),
         gated=True,
         license="Llama 3.2",
     ),
     _model(
+        "Granite 4 h-1b",
+        "long contexts, tools",
+        "ibm-granite/granite-4.0-h-1b-GGUF",
+        _granite4_h(1536, 4096, (12, 4, 128), (48, 64)),
+    ),
+    _model(
         "Qwen2.5 1.5B",
+        "light everyday chat",
         "Qwen/Qwen2.5-1.5B-Instruct-GGUF",
         _spec("qwen2", 1536, 8960, 28, (12, 2, 128), vocab_size=151936, tied=True, **_QWEN2),
         sampling=_QWEN25_SAMPLING,
     ),
     _model(
-        "SmolLM2 1.7B", "HuggingFaceTB/SmolLM2-1.7B-Instruct", _spec("llama", 2048, 8192, 24, (32, 32, 64), **_SMOLLM2)
+        "SmolLM2 1.7B",
+        "light everyday chat",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        _spec("llama", 2048, 8192, 24, (32, 32, 64), **_SMOLLM2),
     ),
     _model(
         "Qwen3 1.7B",
+        "quick reasoning, tools",
         "Qwen/Qwen3-1.7B-GGUF",
         _spec("qwen3", 2048, 6144, 28, (16, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
     _model(
         "SmolLM3 3B",
+        "open training data",
         "HuggingFaceTB/SmolLM3-3B",
         _spec("smollm3", 2048, 11008, 36, (16, 4, 128), vocab_size=128256, max_context=65536, tied=True),
     ),
     _model(
+        "Granite 4 h-micro",
+        "long contexts, tools",
+        "ibm-granite/granite-4.0-h-micro-GGUF",
+        _granite4_h(2048, 8192, (32, 8, 64), (64, 64)),
+    ),
+    _model(
         "Llama 3.2 3B",
+        "chat and writing",
         "meta-llama/Llama-3.2-3B-Instruct",
         _spec("llama", 3072, 8192, 28, (24, 8, 128), **_LLAMA3),
         gated=True,
@@ -311,18 +466,21 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "Phi-3.5 mini",
+        "reasoning and maths",
         "microsoft/Phi-3.5-mini-instruct",
         _spec("phi3", 3072, 8192, 32, (32, 32, 96), vocab_size=32064, max_context=131072),
         license="MIT",
     ),
     _model(
         "Phi-4 mini",
+        "reasoning and maths",
         "microsoft/Phi-4-mini-instruct",
         _spec("phi3", 3072, 8192, 32, (24, 8, 128), vocab_size=200064, max_context=131072, tied=True),
         license="MIT",
     ),
     _model(
         "Gemma 3 4B",
+        "chat, many languages",
         "google/gemma-3-4b-it",
         _gemma3(2560, 10240, 34, (8, 4), 1024, vocab_size=262208, max_context=131072),
         gated=True,
@@ -330,23 +488,39 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "Gemma 4 E2B",
+        "chat, many languages",
         "google/gemma-4-E2B-it",
         _gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, shared_width=12288, max_context=131072),
     ),
-    _model("Gemma 4 E4B", "google/gemma-4-E4B-it", _gemma4(2560, 10240, 42, (8, 2), shared=18, max_context=131072)),
+    _model(
+        "Gemma 4 E4B",
+        "chat, many languages",
+        "google/gemma-4-E4B-it",
+        _gemma4(2560, 10240, 42, (8, 2), shared=18, max_context=131072),
+    ),
     _model(
         "Qwen3 4B",
+        "reasoning and tools",
         "Qwen/Qwen3-4B-GGUF",
         _spec("qwen3", 2560, 9728, 36, (32, 8, 128), tied=True, **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
     _model(
         "Qwen3.5 4B",
+        "long contexts, tools",
         "Qwen/Qwen3.5-4B",
         _spec("qwen3_5_text", 2560, 9216, 32, (16, 4, 256), tied=True, mixers=_mixers(32, "delta"), **_QWEN35),
     ),
     _model(
+        "AFM 4.5B",
+        "chat and writing",
+        "arcee-ai/AFM-4.5B",
+        _spec("arcee", 2560, 18432, 36, (20, 4, 128), vocab_size=128004, max_context=65536, activation="relu2"),
+        leads=False,
+    ),
+    _model(
         "OLMoE 1B-7B",
+        "open training data",
         "allenai/OLMoE-1B-7B-0924-Instruct",
         _spec(
             "olmoe",
@@ -362,46 +536,124 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
     ),
     _model(
+        "Granite 4 h-tiny",
+        "long contexts, tools",
+        "ibm-granite/granite-4.0-h-tiny-GGUF",
+        _granite4_h(
+            1536,
+            512,
+            (12, 4, 128),
+            (48, 64),
+            mixture=MixtureSpec(experts=64, chosen=6, width=512, normalized=True, shared=2, gated=False),
+        ),
+    ),
+    _model(
         "Mistral 7B v0.3",
+        "chat and writing",
         "mistralai/Mistral-7B-Instruct-v0.3",
         _spec("mistral", 4096, 14336, 32, (32, 8, 128), vocab_size=32768, max_context=32768),
     ),
     _model(
         "Qwen2.5 7B",
+        "code and maths",
         "Qwen/Qwen2.5-7B-Instruct",
         _spec("qwen2", 3584, 18944, 28, (28, 4, 128), vocab_size=152064, **_QWEN2),
     ),
     _model(
+        "Command R7B",
+        "documents and tools",
+        "CohereLabs/c4ai-command-r7b-12-2024",
+        _spec(
+            "cohere2",
+            4096,
+            14336,
+            32,
+            (32, 8, 128),
+            vocab_size=256000,
+            max_context=132096,
+            windows=_windows(32, 4096, 4),
+            nope_layers=tuple(range(3, 32, 4)),
+            parallel=True,
+            tied=True,
+        ),
+        gated=True,
+        license="CC-BY-NC-4.0",
+    ),
+    _model(
         "Llama 3.1 8B",
+        "chat and writing",
         "meta-llama/Llama-3.1-8B-Instruct",
         _spec("llama", 4096, 14336, 32, (32, 8, 128), **{**_LLAMA3, "tied": False}),
         gated=True,
         license="Llama 3.1",
     ),
     _model(
+        "Apertus 8B",
+        "chat, many languages",
+        "swiss-ai/Apertus-8B-Instruct-2509",
+        _spec(
+            "apertus",
+            4096,
+            21504,
+            32,
+            (32, 8, 128),
+            vocab_size=131072,
+            max_context=65536,
+            activation="xielu",
+            qk_norm=True,
+        ),
+    ),
+    _model(
         "Qwen3 8B",
+        "reasoning and tools",
         "Qwen/Qwen3-8B-GGUF",
         _spec("qwen3", 4096, 12288, 36, (32, 8, 128), **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
     _model(
+        "LFM2 8B-A1B",
+        "fast on laptops",
+        "LiquidAI/LFM2-8B-A1B-GGUF",
+        _spec(
+            "lfm2_moe",
+            2048,
+            7168,
+            24,
+            (32, 8, 64),
+            vocab_size=65536,
+            max_context=128000,
+            tied=True,
+            qk_norm=True,
+            conv_kernel_size=3,
+            mixers=_mixers(24, "convolution", (2, 6, 10, 14, 18, 21)),
+            mixture=MixtureSpec(
+                experts=32, chosen=4, width=1792, normalized=True, dense=(0, 1), scoring="sigmoid", corrected=True
+            ),
+        ),
+        license="LFM Open 1.0",
+    ),
+    _model(
         "Ministral 3 8B",
+        "chat, many languages",
         "mistralai/Ministral-3-8B-Instruct-2512-GGUF",
         _spec("ministral3", 4096, 14336, 34, (32, 8, 128), vocab_size=131072, max_context=262144),
     ),
     _model(
         "Qwen3.5 9B",
+        "long contexts, tools",
         "Qwen/Qwen3.5-9B",
         _spec("qwen3_5_text", 4096, 12288, 32, (16, 4, 256), mixers=_mixers(32, "delta"), **_QWEN35),
     ),
     _model(
         "Qwen3 14B",
+        "reasoning and tools",
         "Qwen/Qwen3-14B-GGUF",
         _spec("qwen3", 5120, 17408, 40, (40, 8, 128), **_QWEN3),
         sampling=_QWEN3_SAMPLING,
     ),
     _model(
         "gpt-oss 20B",
+        "reasoning and tools",
         "openai/gpt-oss-20b",
         _spec(
             "gpt_oss",
@@ -423,6 +675,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "ERNIE 4.5 21B-A3B",
+        "chat, many languages",
         "baidu/ERNIE-4.5-21B-A3B-PT",
         _spec(
             "ernie4_5_moe",
@@ -440,6 +693,7 @@ CATALOGUE: Sequence[CatalogueModel] = (
     ),
     _model(
         "Gemma 4 26B-A4B",
+        "chat, many languages",
         "google/gemma-4-26B-A4B-it",
         _gemma4(
             2816,
@@ -452,7 +706,37 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
     ),
     _model(
+        "GLM-4.7-Flash",
+        "code and tools",
+        "zai-org/GLM-4.7-Flash",
+        _spec(
+            "glm4_moe_lite",
+            2048,
+            10240,
+            47,
+            (20, 1, 576),
+            vocab_size=154880,
+            max_context=202752,
+            rope=RopeSpec(rotary_dim=64),
+            latent=LatentSpec(rank=512, key_dim=192, value_dim=256, query_rank=768),
+            mixture=MixtureSpec(
+                experts=64,
+                chosen=4,
+                width=1536,
+                normalized=True,
+                dense=(0,),
+                shared=1,
+                gated=False,
+                scoring="sigmoid",
+                corrected=True,
+                scale=1.8,
+            ),
+        ),
+        license="MIT",
+    ),
+    _model(
         "Qwen3 30B-A3B",
+        "reasoning and tools",
         "Qwen/Qwen3-30B-A3B-GGUF",
         _spec(
             "qwen3_moe",
@@ -465,9 +749,23 @@ CATALOGUE: Sequence[CatalogueModel] = (
         ),
         sampling=_QWEN3_SAMPLING,
     ),
-    _model("Gemma 4 31B", "google/gemma-4-31B-it", _gemma4(5376, 21504, 60, (32, 16), wide=4, max_context=262144)),
+    _model(
+        "Gemma 4 31B",
+        "chat, many languages",
+        "google/gemma-4-31B-it",
+        _gemma4(5376, 21504, 60, (32, 16), wide=4, max_context=262144),
+    ),
+    _model(
+        "Nemotron 3 Nano 30B-A3B",
+        "long contexts, tools",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        _nemotron3_nano("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        license="NVIDIA Nemotron Open",
+    ),
+    _model("Laguna XS.2", "code and tools", "poolside/Laguna-XS.2", _laguna(40)),
     _model(
         "Qwen3.5 35B-A3B",
+        "long contexts, tools",
         "Qwen/Qwen3.5-35B-A3B",
         _spec(
             "qwen3_5_moe_text",

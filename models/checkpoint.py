@@ -19,7 +19,7 @@ from models.errors import CheckpointError
 from models.gguf.checkpoint import read_gguf
 from models.gguf.tensors import GgufTensor
 from models.shard import StoredTensor
-from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, Mixer, ModelSpec, expert_of
+from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, DeltaSpec, Mixer, ModelSpec, expert_of
 
 _TABLE_ROWS = 8192
 """Rows of an embedding table that are computed in float32 at a time."""
@@ -83,7 +83,10 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "router":
             return torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._router_keys(name)])
-        weight = self.files.entries[self._vector_key(name)].read().to(torch.float32)
+        if kind in self.files.family.made:
+            width = self.spec.block_vectors(int(name.split(".")[1]))[name]
+            return torch.full((width,), self._multiplier(name))
+        weight = torch.cat([self.files.entries[key].read().to(torch.float32) for key in self._vector_keys(name)])
         if kind == "conv":
             weight = weight.squeeze(1)
         if kind in ("conv", "conv_bias") and self._is_mamba(name):
@@ -94,7 +97,7 @@ class Checkpoint:
             weight = functional.softplus(weight) + (XIELU_LINEAR if kind == "falling" else 0)
         if kind == "decay" and not self.files.decay_made:
             weight = -weight.exp()
-        if kind.endswith("norm"):
+        if kind.endswith("norm") and (kind != "norm" or self.files.family.last_offset):
             weight = weight + self.files.norm_offset
         if kind in ("q_norm", "k_norm") and self.files.family.proportional:
             weight = weight[self._turning_first(int(name.split(".")[1]))]
@@ -279,14 +282,15 @@ class Checkpoint:
         return torch.cat(((heads + order).flatten(), values))
 
     def embedding(self) -> torch.Tensor:
-        """The embedding table [V, C] in the checkpoint's own dtype; if its rows lose their means, not in bfloat16."""
-        table = self._table()
-        if not self.files.family.centered:
+        """The embedding table [V, C] in the checkpoint's own dtype; if its rows change, not in bfloat16."""
+        table, family = self._table(), self.files.family
+        if not family.centered and not family.normed_embedding:
             return table
         found = torch.empty_like(table, dtype=torch.float16 if table.dtype == torch.bfloat16 else table.dtype)
         for first in range(0, len(table), _TABLE_ROWS):
             rows = table[first : first + _TABLE_ROWS].to(torch.float32)
-            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True)
+            scale = torch.rsqrt(rows.square().mean(1, keepdim=True) + self.spec.norm_eps)
+            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True) if family.centered else rows * scale
         return found
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
@@ -319,7 +323,7 @@ class Checkpoint:
             return found[0].removesuffix("z"), found[1], found[0].replace("qkvz", "z")
         return found
 
-    def _vector_key(self, name: str) -> str:
+    def _vector_keys(self, name: str) -> tuple[str, ...]:
         return self.files.family.vector(name, self._mixer(name))
 
     def _router_keys(self, name: str) -> tuple[str, ...]:
@@ -389,7 +393,7 @@ class Checkpoint:
         spec = self.spec
         shapes: dict[str, tuple[int, ...]] = {
             f"{self._embedding_module()}.weight": (spec.vocab_size, spec.hidden_size),
-            self._vector_key("norm"): (spec.hidden_size,),
+            self._vector_keys("norm")[0]: (spec.hidden_size,),
         }
         if spec.token_width:
             shapes[self._token_table()] = (spec.vocab_size, spec.num_layers * spec.token_width)
@@ -397,10 +401,18 @@ class Checkpoint:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         for layer in range(spec.num_layers):
             for vector, width in spec.block_vectors(layer).items():
-                taps = vector.endswith(".conv")
-                shapes[self._vector_key(vector)] = (
-                    (width // spec.conv_kernel_size, 1, spec.conv_kernel_size) if taps else (width,)
-                )
+                if vector.endswith(self.files.family.made or "/"):
+                    continue
+                keys = self._vector_keys(vector)
+                if vector.endswith(".conv"):
+                    taps = spec.conv_kernel_size
+                    found = [self.files.entries[key].shape[0] for key in keys if key in self.files.entries]
+                    parts: tuple[int, ...] = (width // taps,)
+                    if len(keys) > 1 and spec.delta is not None:  # transformers saves it in equal parts
+                        parts = tuple(found) if sum(found) == width // taps else _parts(spec.delta)[: len(keys)]
+                    shapes |= {key: (rows, 1, taps) for key, rows in zip(keys, parts, strict=True)}
+                else:
+                    shapes[keys[0]] = (width,)
             if spec.has_experts(layer) and spec.mixture is not None and self.files.family.expert_scales:
                 shapes[f"model.layers.{layer}.{self.files.family.expert_scales}"] = (spec.mixture.num_experts,)
             for router, (scores, width) in spec.routers(layer).items():
@@ -420,6 +432,11 @@ class Checkpoint:
         return shapes
 
 
+def _parts(delta: DeltaSpec) -> tuple[int, ...]:
+    """Output channels of q, k, v, beta, decay and gates, where all are modules of their own."""
+    return delta.key_width, delta.key_width, delta.value_width, delta.value_heads, delta.value_heads, delta.value_width
+
+
 def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
     """Output channels of each of the modules that a linear layer is fused from."""
     rows, delta = spec.linear_shape(name)[0], spec.delta
@@ -434,7 +451,8 @@ def _rows(spec: ModelSpec, name: str, parts: int) -> tuple[int, ...]:
             return delta.channels, 2 * delta.value_heads, delta.value_width
         if parts == min(_BY_HEADS):
             return delta.channels + delta.value_width, 2 * delta.value_heads
-        return delta.channels, delta.value_heads, delta.value_heads, delta.value_width
+        apart = _parts(delta)
+        return apart if parts == len(apart) else (delta.channels, *apart[3:])
     heads = spec.heads_of(int(name.split(".")[1]))
     if parts > _APART:
         return spec.attention_widths(int(name.split(".")[1]))

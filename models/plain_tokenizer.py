@@ -42,6 +42,8 @@ class TokenizerFiles:
     special: dict[str, str]
     """Special tokens by their name, `bos_token` and so on."""
     template: str | None
+    tool_template: str | None = None
+    """That of conversations with tools, where it is another one."""
 
 
 def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
@@ -49,8 +51,7 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
 
     Returns:
         None if these don't describe it fully: there is no such file (a sentencepiece model, `vocab.json` with
-        `merges.txt`), or the other files add something, such as more tokens, several templates or a patched
-        expression.
+        `merges.txt`), or the other files add something, such as more tokens or a patched expression.
 
     Raises:
         Exception: a file is damaged; `tokenizers` and `json` raise various types.
@@ -61,8 +62,9 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
     settings = config | ({} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json"))
     if any(config.get(key) for key in _DEMANDING) or (folder / "additional_chat_templates").is_dir():
         return None
-    template = chat_template(folder, config)
-    if not isinstance(template, str | None):
+    given = chat_template(folder, config)
+    template, tools = templates(given)
+    if given is not None and template is None:
         return None
     asked = _special_tokens(settings)
     if asked is None:
@@ -80,7 +82,7 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
     if not described and not set(_json(folder / "added_tokens.json")) <= known.keys():
         return None
     named = {name: _text(settings[name]) for name in NAMED if settings.get(name) is not None}
-    return TokenizerFiles(fast, {name: text for name, text in named.items() if text is not None}, template)
+    return TokenizerFiles(fast, {name: text for name, text in named.items() if text is not None}, template, tools)
 
 
 def chat_template(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
@@ -98,6 +100,14 @@ def chat_template(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
     if own.is_file():
         return read_file(own, MAX_JSON).decode()
     return (_json(folder / "tokenizer_config.json") if config is None else config).get("chat_template")
+
+
+def templates(given: Any) -> tuple[str | None, str | None]:
+    """The template of conversations, and of those with tools, of a text, or of several by their names (Command R7B)."""
+    if isinstance(given, list):
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+    default, tools = (given.get("default"), given.get("tool_use")) if isinstance(given, dict) else (given, None)
+    return default if isinstance(default, str) else None, tools if isinstance(tools, str) else None
 
 
 def _special_tokens(settings: dict[str, Any]) -> set[str] | None:

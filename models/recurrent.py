@@ -54,7 +54,7 @@ class DeltaInputs:
     log_decay: Tensor
     """[..., S, H], at most 0: logarithm of what is left of the state."""
     beta: Tensor
-    """[..., S, H], 0 to 1: how much of the old value of a key a new one replaces."""
+    """[..., S, H], 0 to `DeltaSpec.most`: how much of the old value of a key a new one replaces."""
     skip: Tensor | None = None
     """Mamba-2's D [H], how much of v an output has; None: it is a delta rule."""
 
@@ -144,7 +144,7 @@ def delta_inputs(spec: DeltaSpec, x: Tensor, taps: int, vectors: Mapping[str, Te
     q, k = (each.repeat_interleave(shared, -2) for each in (q, k))
     b, a = x[..., taps - 1 :, spec.channels :].chunk(2, dim=-1)
     step = functional.softplus(a + dt)
-    beta = step if spec.mamba else b.sigmoid()
+    beta = step if spec.mamba else spec.most * b.sigmoid()
     return DeltaInputs(q, k, _heads(v, spec.value_dim), vectors["decay"] * step, beta, vectors.get("skip"))
 
 

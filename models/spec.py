@@ -99,6 +99,10 @@ class DeltaSpec:
     """Whether its projections have biases."""
     normed: bool = True
     """Whether outputs pass a norm."""
+    eps: float | None = None
+    """Epsilon of that norm, where it is one of its own."""
+    most: float = 1.0
+    """Of a delta rule's beta; 2 lets what a state holds for a key turn into its negative (OLMo hybrid)."""
 
     @property
     def gain_width(self) -> int:
@@ -291,8 +295,12 @@ class ModelSpec:
     """Whether attention and MLP read the residual stream through an RMSNorm (not in OLMo 2)."""
     norm_after: bool = False
     """Whether what they add to the residual stream passes an RMSNorm first (Gemma 2, OLMo 2)."""
+    states_normed_before: bool = False
+    """Whether blocks with a state have the norms before instead of those behind (OLMo hybrid)."""
     parallel: bool = False
     """Whether attention and MLP read the same stream, to which both are added (Cohere)."""
+    after_eps: float | None = None
+    """Epsilon of the norms behind attention and MLP, where it is another one."""
     inner_eps: float | None = None
     """Epsilon of the norms that do not read the residual stream, where it is another one."""
     qkv_bias: bool = False
@@ -356,6 +364,11 @@ class ModelSpec:
         """How often as many rows as an MLP is wide `gate_up` has: gate and up, or up alone."""
         return 1 if self.activation in UNGATED else 2
 
+    def norms(self, layer: int) -> tuple[bool, bool]:
+        """Whether a block has norms before attention and MLP, and behind them."""
+        before = self.states_normed_before and self.mixer(layer) in _STATES
+        return self.norm_before or before, self.norm_after and not before
+
     def mlp_width(self, layer: int) -> int:
         return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
 
@@ -398,7 +411,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Weights of the full-precision model; a tied embedding counts once."""
+        """Weights of the full-precision model; a tied embedding and what is stored here twice count once."""
         count = self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.hidden_size
         count += self.token_weights
         if self.latent is not None:
@@ -412,7 +425,10 @@ class ModelSpec:
         for layer in range(self.num_layers):
             count += sum(self.block_vectors(layer).values())
             count += sum(rows * width for rows, width in self.routers(layer).values())
-        return count
+        if self.delta is not None and self.delta.mamba:
+            twice = self.delta.value_heads * (self.hidden_size + self.delta.biased)
+            count -= twice * len(self.state_layers)
+        return count - self.hidden_size * self.num_layers * self.parallel
 
     @property
     def token_weights(self) -> int:
@@ -451,7 +467,8 @@ class ModelSpec:
         a `gain` of all heads. `scale` is what the stream is multiplied by, `rising` and
         `falling` are the slopes of xIELU on either side.
         """
-        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if self.norm_before else {}
+        before, after = self.norms(layer)
+        vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if before else {}
         if layer in self.bare:
             vectors.pop("post_norm", None)
         if self.mixer(layer) not in _STATES:
@@ -472,7 +489,7 @@ class ModelSpec:
             vectors["router_bias"] = self.mixture.scores
         if self.mixture is not None and self.mixture.corrected and self.has_experts(layer):
             vectors["router_correction"] = self.mixture.experts
-        if self.norm_after:
+        if after:
             vectors |= {"o_norm": self.hidden_size, "down_norm": self.hidden_size}
         if self.mixture is not None and self.mixture.parallel_mlp and self.has_experts(layer):
             vectors |= dict.fromkeys(("router_norm", "mlp_norm", "experts_norm", "experts_down_norm"), self.hidden_size)
@@ -520,11 +537,15 @@ class ModelSpec:
     def eps_of(self, name: str) -> float:
         kinds = ("q_norm", "k_norm", "v_norm", "o_norm", "down_norm", "gate_up_norm", "mlp_norm", "queries_norm")
         inner = name.endswith(kinds)
+        if self.after_eps is not None and name.endswith(("o_norm", "down_norm")):
+            return self.after_eps
         return self.norm_eps if self.inner_eps is None or not inner else self.inner_eps
 
     @property
     def gain_eps(self) -> float:
         """Epsilon of the norm of what a state gives."""
+        if self.delta is not None and self.delta.eps is not None:
+            return self.delta.eps
         return self.norm_eps if self.inner_eps is None else self.inner_eps
 
     def rope_of(self, layer: int) -> RopeSpec | None:

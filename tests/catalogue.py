@@ -23,6 +23,7 @@ from app.language import DOMAIN, FOLDER
 from app.presets import BUNDLED
 from app.reports import PARSER, REPORTS, SYSTEM
 from app.settings import RULES
+from models.catalogue import CATALOGUE
 from models.recipe import GOOD_FOR
 from runtime.wire.answers import BASE, CONTINUES, State
 from tests.architecture import ROOT
@@ -33,6 +34,7 @@ DATE = datetime(2026, 11, 29, tzinfo=UTC)
 COUNTS = {"_": 1, "ngettext": 2}
 """The functions that look texts up, with how many they take."""
 TABLES = {
+    "models/catalogue.py": tuple(dict.fromkeys(model.good_for for model in CATALOGUE)),
     "models/recipe.py": tuple(GOOD_FOR.values()),
     "runtime/wire/answers.py": (BASE, CONTINUES, *get_args(State)),
     "app/reports.py": (*REPORTS, *PARSER, *SYSTEM),

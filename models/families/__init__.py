@@ -26,8 +26,9 @@ from models.families.laguna import LAGUNA
 from models.families.lfm2 import LFM2, LFM2_MOE
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from models.families.muse_glimmer import MUSE_GLIMMER
 from models.families.nemotron import NEMOTRON_H
-from models.families.olmo import OLMO2, OLMO3, OLMOE
+from models.families.olmo import OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from models.families.qwen3_5 import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from models.families.ungated import APERTUS, ARCEE
@@ -38,7 +39,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1),
+        *(ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1, OLMO_HYBRID, MUSE_GLIMMER),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H, LAGUNA),
     )
@@ -47,8 +48,8 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3 and "
-    "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2/3, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2, Arcee, "
-    "Apertus, Cohere (Command R7B) and Falcon-H1"
+    "4 (dense), Seed-OSS, Gemma 1 to 4, OLMo 2, 3 and hybrid, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2, Arcee, "
+    "Apertus, Cohere (Command R7B), Falcon-H1 and Muse Glimmer"
 )
 """The families as an error message names them."""
 MIXTURES = (

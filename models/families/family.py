@@ -89,6 +89,12 @@ class Family:
     blocks, or with its name of one."""
     norm_offset: float = 0.0
     """What is added to the stored weights of all norms: 1 in families that store w and multiply by 1 + w."""
+    last_offset: bool = True
+    """Whether that holds for the norm before the head, too."""
+    made: tuple[str, ...] = ()
+    """Norms of a block whose weights are ones, and no tensor."""
+    normed_embedding: bool = False
+    """Whether rows of the embedding table pass an RMSNorm without weights, with the epsilon of the others."""
     interleaved: bool = False
     """Whether channels 2i and 2i + 1 of a head rotate together. The rows of q and k are then read in another order."""
     centered: bool = False
@@ -139,10 +145,10 @@ class Family:
         found = modules[own] if own in modules else (self.norms[own],)
         return tuple(f"model.layers.{layer}.{module}" for module in found)
 
-    def vector(self, name: str, mixer: Mixer = "attention") -> str:
-        """The tensor of a norm or another vector by its name in `models.architecture`."""
-        (module,) = self.sources(name, mixer)
-        return module + _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+    def vector(self, name: str, mixer: Mixer = "attention") -> tuple[str, ...]:
+        """The tensors of a norm or another vector by its name in `models.architecture`; several of a convolution."""
+        part = _PARTS.get(name.rsplit(".", 1)[-1], ".weight")
+        return tuple(module + part for module in self.sources(name, mixer))
 
 
 def read_common(

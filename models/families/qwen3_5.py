@@ -30,11 +30,11 @@ HEAD_DIM, ROTATING, INTERVAL = 256, 0.25, 4
 """Width of a head, how much of it rotates, and every how many blocks one has attention, by default."""
 EXPERT_WIDTH = 512
 """Width of an expert, and of a shared one, by default."""
-_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
+MIXERS: dict[str, Mixer] = {"full_attention": "attention", "linear_attention": "delta"}
 
 
-def _read(fields: Fields) -> ModelSpec:
-    fields = fields.with_defaults({"head_dim": HEAD_DIM, "partial_rotary_factor": ROTATING})
+def read_delta(fields: Fields) -> tuple[DeltaSpec, int]:
+    """The heads of gated delta rules, and the tokens that their convolutions see."""
     activation, taps = read_common(fields)["activation"], fields.integer("linear_conv_kernel_dim", 4)
     if not 2 <= taps <= MOST_TAPS or activation != "silu":
         raise UnsupportedModelError(
@@ -50,9 +50,15 @@ def _read(fields: Fields) -> ModelSpec:
     if delta.value_heads % delta.key_heads:
         what = f"a multiple of linear_num_key_heads ({delta.key_heads})"
         raise fields.wrong("linear_num_value_heads", delta.value_heads, what)
+    return delta, taps
+
+
+def _read(fields: Fields) -> ModelSpec:
+    fields = fields.with_defaults({"head_dim": HEAD_DIM, "partial_rotary_factor": ROTATING})
+    delta, taps = read_delta(fields)
     return read_spec(
         fields,
-        mixers=listed_mixers(fields, _MIXERS, partial(_usual, fields)),
+        mixers=listed_mixers(fields, MIXERS, partial(usual_mixers, fields)),
         conv_kernel_size=taps,
         delta=delta,
         gated=True,
@@ -81,7 +87,7 @@ def _read_next(fields: Fields) -> ModelSpec:
     return replace(_read(fields), mixture=mixture)
 
 
-def _usual(fields: Fields, layers: int) -> list[str]:
+def usual_mixers(fields: Fields, layers: int) -> list[str]:
     interval = fields.integer("full_attention_interval", INTERVAL)
     return ["linear_attention" if (at + 1) % interval else "full_attention" for at in range(layers)]
 

@@ -348,9 +348,9 @@ def _whole(family: Family) -> dict[str, str]:
     for own, part in _VECTORS.items():
         for mixer in mixers:
             if part in family.norms or part in family.mixer_sources.get(mixer, {}):
-                found[own] = family.vector(f"layers.0.{part}", mixer).removeprefix("model.layers.0.")
+                found[own] = family.vector(f"layers.0.{part}", mixer)[0].removeprefix("model.layers.0.")
     if family.model_type == "falcon_h1":
-        found["ffn_norm"] = family.vector("layers.0.post_norm").removeprefix("model.layers.0.")
+        found["ffn_norm"] = family.vector("layers.0.post_norm")[0].removeprefix("model.layers.0.")
     return found | ({"ffn_down_exps.scale": family.expert_scales} if family.expert_scales else {})
 
 

@@ -86,7 +86,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 ENDS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
-        *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]", "<turn|>"),
+        *("<EOT>", "<end_of_turn>", "<|return|>", "[EOT]", "<turn|>", "<|END_OF_TURN_TOKEN|>"),
+        *("<|assistant_end|>", "<|tools_suffix|>"),
     }
 )
 """Special tokens that end an answer in every model that has them; a file names only one or two of them."""
@@ -106,6 +107,8 @@ NAMED = {
 spelled so in the format."""
 _USED = ("bos_token", "eos_token")
 """Those without which texts would be read or ended wrongly; the others may have any number."""
+_TOOL_USE = "tool_use"
+"""The template of conversations with tools, where it is another one."""
 _ENDING = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -413,6 +416,9 @@ def _config(header: Header, vocabulary: Vocabulary) -> dict[str, Any]:
     }
     if header.metadata.get("tokenizer.chat_template"):
         config["chat_template"] = fields.text("tokenizer.chat_template")
+    if config.get("chat_template") and header.metadata.get(f"tokenizer.chat_template.{_TOOL_USE}"):
+        both = {"default": config["chat_template"], _TOOL_USE: fields.text(f"tokenizer.chat_template.{_TOOL_USE}")}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
     return config
 
 

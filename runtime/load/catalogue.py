@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.errors import MAKING, CheckpointError, ModelError, StoreError, check_needed
-from models.plain_tokenizer import chat_template
+from models.plain_tokenizer import chat_template, templates
 from models.progress import Cancelled, ProgressCallback
 from models.recipe import KEPT, Recipe, chosen_method
 from models.store import Store, StoredModel, StoredModelInfo
@@ -130,10 +130,9 @@ def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:
 def template_in(folder: Path) -> str:
     """The chat template in a model's folder; empty if there is none, or it can't be read."""
     try:
-        given = chat_template(folder)
+        return templates(chat_template(folder))[0] or ""
     except (ModelError, OSError, ValueError, TypeError):
         return ""
-    return given if isinstance(given, str) else ""
 
 
 def _created(folder: Path) -> int:

@@ -110,6 +110,8 @@ def _prospect(model: CatalogueModel, room: Room) -> Prospect:
         title=model.title,
         source=model.source,
         maker=model.maker,
+        good_for=model.good_for,
+        leads=model.leads,
         license=model.license,
         gated=model.gated,
         verified=model.verified,

@@ -1,4 +1,4 @@
-"""Answers in marked parts: reasoning and calls of gpt-oss and Gemma 4, written as other models write theirs.
+"""Answers in marked parts: reasoning and calls of gpt-oss, Gemma 4, Command R7B and Apertus, written as others do.
 
 Harmony (gpt-oss): a message is `<|start|>assistant<|channel|>analysis<|message|>…<|end|>`: reasoning in the channel
 `analysis`, what the user reads in `final` or `commentary`, and a call where the header says `to=functions.NAME`.
@@ -7,9 +7,13 @@ Gemma 4: reasoning is `<|channel>thought`, a line break, the text and `<channel|
 `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, in which texts stand between two `<|"|>` and other values are those
 of JSON with bare keys.
 
+Command R7B, Apertus: reasoning is between two marks, calls are a list of JSON between two others; of
+`{"tool_name": NAME, "parameters": {...}}` in one, of `{NAME: {...}}` in the other. Command R7B's answer has marks, too.
+
 The parts become text between `<think>` tags, plain text, and `<tool_call>` with JSON.
 
-Source: the documentation of openai/harmony; Gemma's documentation, prompt formatting of Gemma 4.
+Source: the documentation of openai/harmony; Gemma's documentation, prompt formatting of Gemma 4; the chat template of
+Command R7B; the documentation of swiss-ai/apertus_format.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from runtime.system.foreign import read_json
 from runtime.text.reasoning import TAGS
 from runtime.text.tool_calls import CLOSE, OPEN
 
@@ -31,6 +36,12 @@ _ANALYSIS = re.compile(r"\banalysis\b")
 PAIRED_MARKS = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 """Added tokens of tokenizers for such answers."""
 PAIRED_THOUGHT_END = "<channel|>"
+COHERE_MARKS = (
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+)
+APERTUS_MARKS = ("<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>")
+"""The same of answers whose calls are lists; the second ends reasoning."""
 _QUOTE = "\0"
 """Stands for the last of them while a call is read."""
 _CALL = re.compile(r"\s*call:(?P<name>[^{}\s]+)\s*(?P<inside>\{.*\})\s*", re.DOTALL)
@@ -168,8 +179,57 @@ class PairedReader:
         thought, written = self._thought, self._written
         self._thought = self._written = None
         if written is not None:
-            return _as_json(written)
+            return self._called_text(written)
         return f"\n{TAGS[1]}\n\n" if thought else ""
+
+    def _called_text(self, written: str) -> str:
+        """What stands between the marks of calls, as other models write it."""
+        return _as_json(written)
+
+
+class ListedReader(PairedReader):
+    """Decodes an answer whose calls are a list. See `Pieces`.
+
+    Args:
+        marks: The tokens of `COHERE_MARKS` or `APERTUS_MARKS`.
+        pieces: Makes the decoder of a part's tokens; its argument are those before.
+        context: The tokens before the answer; reasoning may have begun there.
+    """
+
+    def __init__(self, marks: Sequence[int], pieces: Callable[[Sequence[int]], Pieces], context: Sequence[int]) -> None:
+        super().__init__((*marks[:4], -1), pieces, context)
+        self._silent = marks[4:]
+        if context and context[-1] == self._begin:
+            self._thought = ""
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the text that is now certain, maybe empty."""
+        if token != self._begin and token not in self._silent:
+            return super().add(token)
+        before = self._take(self._pieces.flush()) + self._finished()
+        self._pieces = self._make(())
+        self._thought = "" if token == self._begin else None
+        return before
+
+    def _called_text(self, written: str) -> str:
+        try:
+            found = read_json(written)
+        except ValueError:
+            return written
+        calls = [_listed(call) for call in (found if isinstance(found, list) else [found])]
+        return "".join(f"{OPEN}{call}{CLOSE}" for call in calls) if all(calls) else written
+
+
+def _listed(call: Any) -> str:
+    """A call of a list in JSON as other models write it; empty if it is none."""
+    if not isinstance(call, dict):
+        return ""
+    name, arguments = call.get("tool_name"), call.get("parameters")
+    if name is None and len(call) == 1:
+        ((name, arguments),) = call.items()
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def _as_json(written: str) -> str:

@@ -71,7 +71,8 @@ def render(
 ) -> str:
     """Render a conversation, ready for the assistant's answer.
 
-    What a template refuses, and a later system message that it leaves out, is tried in the forms of `_forms`.
+    What a template refuses, and a later system message that it leaves out, is tried in the forms of `_forms`; then
+    with tools as functions alone and arguments of calls as JSON texts (Apertus).
 
     Args:
         template: A jinja template.
@@ -91,16 +92,15 @@ def render(
     final = str(chat[-1]["content"])
     if continue_final:
         chat[-1]["content"] = final + _MARK
-    own = {"tools": list(tools) or None, "add_generation_prompt": not continue_final}
-    values = {**(variables or {}), "documents": None, **own, **tokens}
+    values = {**(variables or {}), "documents": None, "add_generation_prompt": not continue_final, **tokens}
     begun = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     told = {message["content"].strip() for message in chat[begun:] if message["role"] == "system"}
     refusal: Exception | None = None
     partial: str | None = None
-    for form in _forms(chat):
+    for form, told_of in _attempts(chat, tools):
         try:
-            text = _compiled(template).render({**values, "messages": form})
-        except TemplateError as error:
+            text = _compiled(template).render({**values, "tools": told_of or None, "messages": form})
+        except (TemplateError, TypeError) as error:
             refusal = refusal or error
             continue
         if all(one in text for one in told):
@@ -124,6 +124,25 @@ def _filled(message: Mapping[str, Any], thought: str | None) -> dict[str, Any]:
     if thought is not None and message.get(_THOUGHTS[0]):
         filled[thought] = message[_THOUGHTS[0]]
     return filled
+
+
+def _attempts(
+    chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[list[dict[str, Any]], list[Mapping[str, Any]]]]:
+    """The messages and tools to render, one after the other until a template takes them."""
+    yield from ((form, list(tools)) for form in _forms(chat))
+    if tools or any(message.get("tool_calls") for message in chat):
+        functions = [tool.get("function", tool) for tool in tools]
+        yield from ((form, functions) for form in _forms(list(map(_written, chat))))
+
+
+def _written(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as texts."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

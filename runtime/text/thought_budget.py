@@ -6,12 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.text.channels import CHANNEL_MARKS, CHANNELS_THOUGHT_END, PAIRED_MARKS, PAIRED_THOUGHT_END
+from runtime.text.channels import (
+    APERTUS_MARKS,
+    CHANNEL_MARKS,
+    CHANNELS_THOUGHT_END,
+    COHERE_MARKS,
+    PAIRED_MARKS,
+    PAIRED_THOUGHT_END,
+)
 from runtime.text.constraint import Constraint, Float32Array
 from runtime.text.reasoning import TAGS, ReasoningReader
 from runtime.text.tokenizer import Tokenizer
 
-_ENDS = ((CHANNEL_MARKS, CHANNELS_THOUGHT_END), (PAIRED_MARKS, PAIRED_THOUGHT_END))
+_ENDS = (
+    (CHANNEL_MARKS, CHANNELS_THOUGHT_END),
+    (PAIRED_MARKS, PAIRED_THOUGHT_END),
+    *((marks, marks[1]) for marks in (COHERE_MARKS, APERTUS_MARKS)),
+)
 _CONTEXT_TOKENS = 8
 """Tokens before the answer that are shown to the detokenizer."""
 

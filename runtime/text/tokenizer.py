@@ -17,10 +17,19 @@ from typing import Any
 
 from models.errors import ModelError, check_needed
 from models.foreign import check_folder, panics_raised, read_json
-from models.plain_tokenizer import NAMED, TokenizerFiles, check_sound, plain_tokenizer
+from models.plain_tokenizer import NAMED, TokenizerFiles, check_sound, plain_tokenizer, templates
 from runtime.errors import BackendError, ContextOverflowError, RequestError, RuntimeFailure
 from runtime.system.foreign import encodable
-from runtime.text.channels import CHANNEL_MARKS, PAIRED_MARKS, ChannelReader, PairedReader, Pieces
+from runtime.text.channels import (
+    APERTUS_MARKS,
+    CHANNEL_MARKS,
+    COHERE_MARKS,
+    PAIRED_MARKS,
+    ChannelReader,
+    ListedReader,
+    PairedReader,
+    Pieces,
+)
 from runtime.text.reasoning import TAGS, opened, outside_tags
 from runtime.text.template_process import template_process
 from runtime.text.tool_calls import TOLD, CallFormat, Tool, describe_tools
@@ -41,7 +50,12 @@ _BEGINNING = 8
 """Characters of a beginning that special tokens may share."""
 _ORDINARY = re.compile(r"</?[a-z]+[0-9]?>|\w[\w ]*")
 """Added tokens that are mere text: words, and the HTML tags of Gemma."""
-_MARKED = ((CHANNEL_MARKS, ChannelReader), (PAIRED_MARKS, PairedReader))
+_MARKED = (
+    (CHANNEL_MARKS, ChannelReader),
+    (PAIRED_MARKS, PairedReader),
+    (COHERE_MARKS, ListedReader),
+    (APERTUS_MARKS, ListedReader),
+)
 """Marks of answers, and what reads them."""
 
 
@@ -74,9 +88,8 @@ def _of_gguf(file: Path) -> TokenizerFiles:
     files = tokenizer_files(read_header(file))
     settings = json.loads(files[TOKENIZER_CONFIG])
     fast = Tokenizer.from_str(files[TOKENIZER].decode())
-    return TokenizerFiles(
-        fast, {name: settings[name] for name in NAMED if name in settings}, settings.get("chat_template")
-    )
+    named = {name: settings[name] for name in NAMED if name in settings}
+    return TokenizerFiles(fast, named, *templates(settings.get("chat_template")))
 
 
 def _by_transformers(folder: Path) -> TokenizerFiles:
@@ -95,10 +108,8 @@ def _by_transformers(folder: Path) -> TokenizerFiles:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise BackendError(f"the tokenizer in {folder} has no fast form; add its tokenizer.json to the folder")
     check_sound(tokenizer.backend_tokenizer)
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    return TokenizerFiles(tokenizer.backend_tokenizer, dict(tokenizer.special_tokens_map), template)
+    special = dict(tokenizer.special_tokens_map)
+    return TokenizerFiles(tokenizer.backend_tokenizer, special, *templates(tokenizer.chat_template))
 
 
 def _check_keys(folder: Path) -> None:
@@ -134,6 +145,7 @@ class Tokenizer:
         self.folder = folder
         files = read_tokenizer(folder)
         self._fast, self._special, self._template = files.fast, files.special, files.template
+        self._tool_template = files.tool_template or files.template
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
@@ -153,9 +165,9 @@ class Tokenizer:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes tool calls; None if its template writes them in a form that is not JSON."""
-        if self._template is None or not self._knows_tools or self._marked is not None:
+        template = self._tool_template
+        if template is None or not self._knows_tools or self._marked is not None:
             return TOLD
-        template = self._template
         return CallFormat.of_template(
             lambda messages, tools: template_process().render(template, messages, tokens=self._special, tools=tools)
         )
@@ -269,7 +281,7 @@ class Tokenizer:
         if told and not self._knows_tools:
             messages, tools = describe_tools(messages, tools), ()
         text = template_process().render(
-            self._template,
+            self._tool_template if told and self._tool_template is not None else self._template,
             messages,
             tokens=self._special,
             continue_final=continue_final,
@@ -388,7 +400,7 @@ class Tokenizer:
 
     @cached_property
     def _knows_tools(self) -> bool:
-        return self._template is not None and template_process().knows_tools(self._template)
+        return self._tool_template is not None and template_process().knows_tools(self._tool_template)
 
     def _id_of(self, name: str) -> int | None:
         """Id of a special token; None if the tokenizer does not have it."""

@@ -120,6 +120,10 @@ class Prospect:
     source: str
     """Name to request: a short name, or `owner/name` on the hub."""
     maker: str
+    good_for: str
+    """What people take it for, in three words."""
+    leads: bool
+    """Whether it may be the recommended one."""
     license: str
     """Short name of its licence."""
     gated: bool

@@ -27,9 +27,13 @@ PUBLISHED = {
     "gpt-oss 20B": 20_914_757_184, "Qwen3 30B-A3B": 30_532_122_624, "Qwen3.5 35B-A3B": 34_660_610_688,
     "Qwen3.5 4B": 4_205_751_296, "Ministral 3 8B": 8_489_553_920, "Qwen3.5 9B": 8_953_803_264,
     "ERNIE 4.5 21B-A3B": 21_825_437_888, "Phi-3.5 mini": 3_821_079_552, "Mistral 7B v0.3": 7_248_023_552,
+    "Granite 4 h-350m": 340_332_224, "Granite 4 h-1b": 1_461_538_368, "Granite 4 h-micro": 3_191_396_096,
+    "Granite 4 h-tiny": 6_939_037_248, "Falcon-H1 0.5B": 521_411_104, "AFM 4.5B": 4_619_184_640,
+    "Command R7B": 8_028_033_024, "Apertus 8B": 8_053_338_176, "LFM2 8B-A1B": 8_339_930_560,
+    "GLM-4.7-Flash": 29_943_393_920, "Nemotron 3 Nano 30B-A3B": 31_577_940_288, "Laguna XS.2": 33_442_617_088,
 }  # fmt: skip
-"""Weights as published with each model; of Qwen3.5, Ministral 3, ERNIE and Gemma 4 what their configurations make, for
-no exact numbers were found."""
+"""Weights as published with each model; of Qwen3.5, Ministral 3, ERNIE, Gemma 4 and all from Granite 4 on what their
+configurations make, for no exact numbers were found: those agree with the rounded ones of their cards."""
 GB = 10**9
 EMPTY = Status(state="empty")
 CARD = "NVIDIA GeForce RTX 4050 Laptop GPU"
@@ -49,6 +53,7 @@ def room(free: float, **changes: Any) -> Room:
 @pytest.mark.parametrize("model", CATALOGUE, ids=lambda model: model.title)
 def test_architectures_have_the_weights_that_were_published(model: Any) -> None:
     assert model.spec.parameters == PUBLISHED[model.title]
+    assert len(model.good_for.split()) == 3
     assert model.source in KNOWN or is_hub_name(model.source)
 
 

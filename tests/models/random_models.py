@@ -56,6 +56,8 @@ DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
+OF_DELTA = {"num_hidden_layers": 2, **{key: size for key, size in DELTA.items() if key != "head_dim"}}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 DELTA_FIRST = ["linear_attention", "full_attention", "linear_attention"]
 GRANITE4 = {
@@ -347,6 +349,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {**DELTA, **MIXTURE, "shared_expert_intermediate_size": 20, "layer_types": DELTA_FIRST},
     ),
+    "olmo-hybrid": ("OlmoHybrid", {**OF_DELTA, "layer_types": DELTA_FIRST[:2], "rope_parameters": NO_ROPE}),
+    "olmo-hybrid-turning": (
+        "OlmoHybrid",
+        {
+            **OF_DELTA,
+            "layer_types": DELTA_FIRST[1:],
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "muse-glimmer": (
+        "MuseGlimmer",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "post_norm_eps": 0.1,
+            "output_multiplier": 0.7,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "ernie": ("Ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
     "ernie-biases": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
     "nemotron-h": (
@@ -393,7 +417,7 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1"),
+        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1", "olmo-hybrid"),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -411,6 +435,7 @@ DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
     *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
+    *("OlmoHybrid", "MuseGlimmer"),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -476,6 +501,18 @@ def _drawn_latents(own: random.Random) -> dict[str, Any]:
         "moe_intermediate_size": own.randint(3, 40),
         "n_shared_experts": own.randint(1, 3),
         "routed_scaling_factor": own.uniform(0.5, 2),
+    }
+
+
+def _drawn_delta(own: random.Random, mask: list[str]) -> dict[str, Any]:
+    return {
+        "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
+        "linear_num_key_heads": (key_heads := own.randint(1, 3)),
+        "linear_num_value_heads": key_heads * own.randint(1, 3),
+        "linear_key_head_dim": own.randint(3, 20),
+        "linear_value_head_dim": own.randint(3, 20),
+        "linear_conv_kernel_dim": own.randint(2, 5),
+        "attention_bias": own.random() < 0.5,
     }
 
 
@@ -671,14 +708,26 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "moe_layer_start_index": own.randint(0, 1),
         "moe_layer_end_index": own.choice([-1, len(mask) - 1]),
     },
+    "MuseGlimmer": lambda own, window, mask, _: {
+        "sliding_window": window,
+        "layer_types": mask,
+        "post_norm_eps": own.choice([1e-8, 0.1]),
+        "qk_scale_factor": own.uniform(0.5, 4),
+        "output_multiplier": own.uniform(0.1, 2),
+        "final_logit_softcapping": own.uniform(2, 20),
+        "rope_parameters": (rope := _drawn_rope(own)),
+        "layer_rope_theta": [own.choice([0, rope["rope_theta"]]) for _ in mask],
+    },
+    "OlmoHybrid": lambda own, _window, mask, _: {
+        **_drawn_delta(own, mask),
+        # transformers wants one of each.
+        "layer_types": own.sample(kinds := ["linear_attention", "full_attention"], 2) + own.choices(kinds, k=len(mask)),
+        "num_hidden_layers": len(mask) + 2,
+        "linear_allow_neg_eigval": own.random() < 0.7,
+        "rope_parameters": own.choice([_drawn_rope(own), NO_ROPE]),
+    },
     "Qwen3_5": lambda own, _window, mask, dim: {
-        "layer_types": [own.choice(["linear_attention", "full_attention"]) for _ in mask],
-        "linear_num_key_heads": (key_heads := own.randint(1, 3)),
-        "linear_num_value_heads": key_heads * own.randint(1, 3),
-        "linear_key_head_dim": own.randint(3, 20),
-        "linear_value_head_dim": own.randint(3, 20),
-        "linear_conv_kernel_dim": own.randint(2, 5),
-        "attention_bias": own.random() < 0.5,
+        **_drawn_delta(own, mask),
         "rope_parameters": {**_drawn_rope(own), "partial_rotary_factor": 2 * own.randint(1, dim // 2) / dim},
     },
 }
@@ -773,6 +822,7 @@ def drawn_changes(family: str, seed: int) -> dict[str, Any]:
         "Lfm2Moe",
         "Cohere",
         "Cohere2",
+        "OlmoHybrid",
     )
     divided = divided or family.startswith("GraniteMoe")
     hidden = heads * dim if divided else heads * generator.randint(2, 20)
@@ -802,19 +852,22 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    texts = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+    texts = ("MuseGlimmer", "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     kind = f"{family}Text" if family in texts else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     config._attn_implementation = eager.get("attn_implementation")
     config._experts_implementation = "eager"  # the default one takes no odd widths
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind_of_model = muse_glimmer() if family == "MuseGlimmer" else getattr(transformers, f"{family}ForCausalLM")
+    model = kind_of_model(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                offset = family in ("Gemma", "Gemma2", "Gemma3") or (
-                    family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name
+                offset = (
+                    family in ("Gemma", "Gemma2", "Gemma3")
+                    or (family == "MuseGlimmer" and "layers" in name)
+                    or (family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name)
                 )
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
                 if family.startswith("Gemma4") and "q_norm" in name:
@@ -827,6 +880,29 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.3, 1.5)
     return model
+
+
+def muse_glimmer() -> Any:
+    """The text part of Muse Glimmer as a class of its own: transformers has it within the whole alone."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.muse_glimmer import configuration_muse_glimmer, modeling_muse_glimmer
+
+    class MuseGlimmerForCausalLM(modeling_muse_glimmer.MuseGlimmerPreTrainedModel):
+        config_class = configuration_muse_glimmer.MuseGlimmerTextConfig
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = modeling_muse_glimmer.MuseGlimmerTextModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Any, cache: Any = None, **others: Any) -> Any:
+            states = self.model(input_ids=input_ids, cache=cache, **others).last_hidden_state
+            cap, scale = self.config.final_logit_softcapping, self.config.output_multiplier
+            return CausalLMOutputWithPast(logits=cap * torch.tanh(self.lm_head(states) * scale / cap))
+
+    return MuseGlimmerForCausalLM
 
 
 def random_case(case: str) -> Any:

@@ -401,6 +401,7 @@ def test_ernie_4_5_has_experts_in_every_so_many_blocks() -> None:
         ("nemotron_h", {"hybrid_override_pattern": "M-", "mlp_hidden_act": "silu"}, "silu.*relu2"),
         ("nemotron_h", {"hybrid_override_pattern": "M-", "time_step_limit": [0.1, 1.0]}, "Mamba-2.*limited"),
         ("laguna", {"attention_bias": True}, "attention_bias.*laguna"),
+        ("muse_glimmer_text", {"layer_rope_theta": [0, 5e5, 1e4, 1e4]}, "several bases are not supported"),
         ("laguna", {"moe_router_logit_softcapping": 3.0}, "moe_router_logit_softcapping.*another model"),
         ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias.*another model"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate.*another model"),

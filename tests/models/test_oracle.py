@@ -246,8 +246,9 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
         hook.remove()
     Oracle(checkpoint, observe=lambda name, x: seen.append((name, x))).logits(tokens_of(6))
     if spec.norm_after:
+        behind = sum(spec.norms(layer)[1] for layer in range(spec.num_layers))
         further = spec.token_width or (spec.mixture is not None and spec.mixture.parallel_mlp)
-        assert sum(name.endswith("_norm") for name, _ in seen) == (4 if further else 2) * spec.num_layers
+        assert sum(name.endswith("_norm") for name, _ in seen) == (4 if further else 2) * behind
         seen = [(name, x) for name, x in seen if not name.endswith("_norm")]
     context = [(name, x) for name, x in seen if name.endswith("tokens.gate_up")]
     seen = [(name, x) for name, x in seen if not name.endswith("tokens.gate_up") and name not in seen_alone]
@@ -528,6 +529,11 @@ def multimodal(family: str) -> Any:
         own = {**SIZES, **CASES["gemma4-shared"][1]}
         parts = {"vision_config": {**sizes, "num_key_value_heads": 2, "head_dim": 8}, "audio_config": None}
         return transformers.Gemma4ForConditionalGeneration(transformers.Gemma4Config(text_config=own, **parts)).eval()
+    if family == "MuseGlimmer":
+        text = transformers.MuseGlimmerTextConfig(**{**SIZES, **CASES["muse-glimmer"][1]})
+        parts = {"vision_config": vision, "out_hidden_size": 8, "projector_hidden_size": 8}
+        whole = transformers.MuseGlimmerConfig(text_config=text, **parts)
+        return transformers.MuseGlimmerForConditionalGeneration(whole).eval()
     if family == "Qwen3_5":
         sizes = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
         return transformers.Qwen3_5ForConditionalGeneration(
@@ -539,7 +545,7 @@ def multimodal(family: str) -> Any:
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["as-saved", "older-names"])
-@pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "Mistral3", "Qwen3_5"])
+@pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "Mistral3", "Qwen3_5", "MuseGlimmer"])
 def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, older: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = multimodal(family)
@@ -550,7 +556,9 @@ def test_the_text_part_of_a_multimodal_checkpoint_loads_by_itself(family: str, o
         named = {f"language_model.{name}" if name.startswith("lm_head") else name: x for name, x in named.items()}
         safetensors.torch.save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.spec.family in ("gemma3_text", "gemma4_text", "ministral3", "qwen3_5_text")
+    assert checkpoint.spec.family in (
+        *("gemma3_text", "gemma4_text", "ministral3", "qwen3_5_text", "muse_glimmer_text"),
+    )
     tokens = tokens_of(20) % 60
     assert_close(Oracle(checkpoint).logits(tokens), theirs(model, tokens).logits, "model")
 

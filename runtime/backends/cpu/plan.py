@@ -368,6 +368,7 @@ class PlanOperations(Interpreter[Activations]):
                 dt=self._constants.vector(f"{prefix}.dt"),
                 bias=self._constants.vector(f"{prefix}.conv_bias") if self._spec.conv_bias else 0,
                 mamba=delta.mamba,
+                most=delta.most,
                 state=state,
             )
         )

@@ -128,7 +128,7 @@ class Pass(Interpreter[Value]):
     def _row_norms(self, name: str, add: Node | None) -> RowNorms:
         """The norm `name` of the residual stream, if any, and what becomes of an output that is added before."""
         norms, eps = self._model.norms, self._spec.norm_eps
-        found = RowNorms(norms[name] if name else None, eps, added_eps=self._spec.inner_eps or eps)
+        found = RowNorms(norms[name] if name else None, eps, added_eps=self._spec.eps_of("o_norm"))
         if add is None:
             return found
         _, y = add.inputs

@@ -327,8 +327,9 @@ def test_the_type_of_the_weights_is_known(kind: str, llama: Any, tmp_path: Path)
     assert_close(weight.float(), expected, Tolerance(span=0.1, why="a step of four bits"))
 
 
-def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, tmp_path: Path) -> None:
-    tokens = ["<unk>", "<s>", "</s>", "<|im_end|>", "Ġ", *(f"[PAD{index}]" for index in range(5, 64))]
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|END_OF_TURN_TOKEN|>", "<|assistant_end|>", "<|tools_suffix|>"])
+def test_the_configuration_names_ends_that_the_file_does_not(llama: Any, end: str, tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", end, "Ġ", *(f"[PAD{index}]" for index in range(5, 64))]
     kinds = [3, 3, 3, 3, *([1] * 60)]
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 4}
     checkpoint = Checkpoint.open(write_gguf(tmp_path / "model.gguf", llama, metadata=metadata))

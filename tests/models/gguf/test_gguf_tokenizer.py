@@ -18,6 +18,7 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.gguf.header import read_header
 from models.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import Tool
 from tests.models.gguf.lines import mixed_lines
 from tests.models.gguf.making import add, finish
 
@@ -235,6 +236,13 @@ def test_transformers_reads_the_same(tmp_path: Path) -> None:
             assert ours.encode(line) == stored.encode(line) == theirs(line).input_ids
 
 
+def test_a_template_for_conversations_with_tools_is_one_of_two(tmp_path: Path) -> None:
+    own = {"tokenizer__chat_template": "no tools", "tokenizer__chat_template__tool_use": "the {{ tools | length }}"}
+    tokenizer, asked = Tokenizer(write_bytes(tmp_path / "a.gguf", **own)), [{"role": "user", "content": "a"}]
+    assert tokenizer.decode(tokenizer.chat(asked)) == "no tools"
+    assert tokenizer.decode(tokenizer.chat(asked, tools=[Tool(name="look")])) == "the 1"
+
+
 def test_phi3_strips_what_follows_its_special_tokens(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "▁", "a", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [UNKNOWN, CONTROL, CONTROL, CONTROL, NORMAL, NORMAL, NORMAL] + [BYTE] * 256
@@ -264,6 +272,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "scores": ({"model": "llama", "scores": [0.5]}, "259 tokens and 1 scores"),
     "flag": ({"add_bos_token": 1}, "true or false"),
     "template": ({"tokenizer__chat_template": 5}, "a string"),
+    "another": ({"tokenizer__chat_template": "a", "tokenizer__chat_template__tool_use": 5}, "a string"),
     "charsmap": ({**UNIGRAM, "precompiled_charsmap": [4, 0, 0]}, "cannot be read .*precompiled_charsmap"),
     "charsmap of nothing": ({**UNIGRAM, "precompiled_charsmap": [4, 0, 0, 0, 255, 255, 255, 127]}, "crashed"),
     "charsmap of words": ({**UNIGRAM, "precompiled_charsmap": ["a"]}, "a list of int"),

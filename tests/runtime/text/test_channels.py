@@ -1,4 +1,4 @@
-"""Answers with channels, as gpt-oss and Gemma 4 write them, become the text that other models write."""
+"""Answers in marked parts, as gpt-oss, Gemma 4 and others write them, become the text that other models write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
-from runtime.text.channels import CHANNEL_MARKS, PAIRED_MARKS
+from runtime.text.channels import APERTUS_MARKS, CHANNEL_MARKS, COHERE_MARKS, PAIRED_MARKS
 from runtime.text.reasoning import split_reasoning
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 
@@ -78,21 +78,63 @@ PAIRED = {
 }
 
 
+WEATHER = '<tool_call>{"name": "weather", "arguments": {"x": 1}}</tool_call>'
+TIME = '<tool_call>{"name": "time", "arguments": {"x": "→"}}</tool_call>'
+ACTIONS = """<|START_ACTION|>[
+    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"x": 1}},
+    {"tool_call_id": "1", "tool_name": "time", "parameters": {"x": "→"}}
+]<|END_ACTION|>"""
+NO_ACTION = '[{"tool_name": "f", "parameters": 3}]'
+COHERE = {
+    "answer": ("<|START_RESPONSE|>Four.<|END_RESPONSE|>", "Four."),
+    "thought and two calls": (
+        f"<|START_THINKING|>I look – twice.<|END_THINKING|>{ACTIONS}",
+        f"<think>\nI look – twice.\n</think>\n\n{WEATHER}{TIME}",
+    ),
+    "thought and answer": (
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>",
+        "<think>\nHm.\n</think>\n\n4",
+    ),
+    "thought not ended": ("<|START_THINKING|>Hm.<|START_RESPONSE|>4", "<think>\nHm.\n</think>\n\n4"),
+    "call not ended": ('<|START_ACTION|>[{"tool_name": "weather", "parameters": {"x": 1}}]', WEATHER),
+    "call cut off": ('<|START_ACTION|>[{"tool_name": "weather", "par', '[{"tool_name": "weather", "par'),
+    "no call": (f"<|START_ACTION|>{NO_ACTION}<|END_ACTION|>", NO_ACTION),
+}
+APERTUS = {
+    "answer": ("Four.", "Four."),
+    "thought and two calls": (
+        '<|inner_prefix|>Hm.<|inner_suffix|><|tools_prefix|>[{"weather": {"x": 1}}, {"time": {"x": "→"}}]',
+        f"<think>\nHm.\n</think>\n\n{WEATHER}{TIME}",
+    ),
+    "no thought": ("<|inner_prefix|><|inner_suffix|>4", "4"),
+    "call": ('I look. <|tools_prefix|>[{"weather": {"x": 1}}]<|tools_suffix|>', f"I look. {WEATHER}"),
+    "no call": ('<|tools_prefix|>[{"a": 1, "b": {}}]<|tools_suffix|>', '[{"a": 1, "b": {}}]'),
+}
+WRITTEN = {MARKS: CASES, PAIRED_MARKS: PAIRED, COHERE_MARKS: COHERE, APERTUS_MARKS: APERTUS}
+
+
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(
     ("marks", "begin", "case"),
-    [*((MARKS, "<|start|>assistant", case) for case in CASES), *((PAIRED_MARKS, "", case) for case in PAIRED)],
+    [(marks, "<|start|>assistant" if marks == MARKS else "", case) for marks, of in WRITTEN.items() for case in of],
 )
 def test_channels_and_marks_that_open_and_close_become_tags(
     marks: tuple[str, ...], begin: str, case: str, special: bool, tmp_path: Path
 ) -> None:
     """Whether their marks are special tokens, as in folders, or not, as in GGUF files."""
-    written, expected = (CASES if begin else PAIRED)[case]
+    written, expected = WRITTEN[marks][case]
     tokenizer = Tokenizer(folder(tmp_path, marks, special=special))
     reader = tokenizer.detokenizer(tokenizer.encode(begin, special=False))
     assert "".join(map(reader.add, tokenizer.encode(written, special=False))) + reader.flush() == expected
     thought, _ = split_reasoning(expected)
     assert bool(thought) == expected.startswith("<think>")
+
+
+def test_reasoning_that_a_prompt_begins_is_reasoning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(folder(tmp_path, COHERE_MARKS))
+    reader = tokenizer.detokenizer(tokenizer.encode("Hi<|START_THINKING|>", special=False))
+    written = tokenizer.encode("Hm.<|END_THINKING|><|START_RESPONSE|>4", special=False)
+    assert "".join(map(reader.add, written)) + reader.flush() == "<think>\nHm.\n</think>\n\n4"
 
 
 def test_other_tokenizers_have_none(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Fast
 
 from models.plain_tokenizer import plain_tokenizer
 from runtime.errors import BackendError, ContextOverflowError, RequestError
+from runtime.load.catalogue import template_in
 from runtime.text.chat_template import render
 from runtime.text.reasoning import split_reasoning, switch
 from runtime.text.tokenizer import SLICE, Detokenizer, Tokenizer, plain_chat
@@ -411,8 +412,8 @@ def test_opening_a_tokenizer_leaves_torch_and_transformers_alone(tmp_path: Path)
             True,
         ),
         ({"extra_special_tokens": {"turn_token": "<|user|>"}}, True),
-        ({"chat_template": [{"name": "default", "template": TEMPLATE}]}, False),
-        ({"chat_template": {"default": TEMPLATE, "tool_use": "none"}}, False),
+        ({"chat_template": [{"name": "default", "template": TEMPLATE}]}, True),
+        ({"chat_template": {"default": TEMPLATE, "tool_use": "none"}}, True),
         ({"pad_token": "<|pad|>"}, False),
         ({"additional_special_tokens": ["<|more|>"]}, False),
         ({"added_tokens_decoder": {"400": {"content": "<|more|>", "special": True}}}, False),
@@ -702,6 +703,28 @@ def test_a_long_text_of_few_tokens_is_encoded(bytes_tokenizer: Tokenizer) -> Non
 
 def test_half_a_character_is_replaced(bytes_tokenizer: Tokenizer) -> None:
     assert bytes_tokenizer.encode("a\ud83d") == bytes_tokenizer.encode("a\ufffd")
+
+
+def test_conversations_with_tools_have_the_template_that_is_made_for_them(tmp_path: Path) -> None:
+    own = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}!"}]
+    tokenizer = save(byte_level(), tmp_path, chat_template=own)
+    asked = [{"role": "user", "content": "the sea"}]
+    assert tokenizer.decode(tokenizer.chat(asked, tools=[Tool(name="look")])) == "look!"
+    assert "the sea" in tokenizer.decode(tokenizer.chat(asked))
+    assert template_in(tmp_path) == TEMPLATE
+
+
+def test_tools_are_functions_and_arguments_texts_for_a_template_that_wants_them_so() -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.name + ': ' + tool.description }} {% endfor %}{% for said in messages %}"
+        "{{ said.content }}{% for call in said.tool_calls or [] %}{{ call.function.name + call.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    tools = [Tool(name="look", description="Looks.").record()]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "→"}}}
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render(template, asked, tokens={}, tools=tools) == 'look: Looks. Hilook{"at": "→"}'
+    assert render(template, asked, tokens={}) == 'Hilook{"at": "→"}'
 
 
 def test_messages_too_deep_for_a_template_are_refused(tmp_path: Path) -> None:

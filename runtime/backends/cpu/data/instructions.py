@@ -416,6 +416,7 @@ class Mix(NamedTuple):
     dt: int  # likewise
     bias: int  # address of float32 [channels padded]; 0 = none
     mamba: int  # whether beta is the step that makes the decay, too
+    most: float  # of beta
     state: State  # the tokens before, which the rows join
 
 

@@ -241,7 +241,8 @@ def _mix_heads(mix: Mix, slot: int, position: int, row: int, rows: int) -> None:
         x, out = _entering(mix, slot, position, row, i) + start, _mixed(mix, slot, before, row, i) + padded
         for h in range(0, 4 * heads, 64):
             step = softplus(add(load_floats(x + 4 * heads + h), load_floats(mix.dt + h)))
-            store_floats(out + h, step if mix.mamba != 0 else shares_of(load_floats(x + h)))
+            beta = mul(shares_of(load_floats(x + h)), fill(numba.float32(mix.most)))
+            store_floats(out + h, step if mix.mamba != 0 else beta)
             store_floats(out + wide + h, exp(mul(load_floats(mix.decay + h), step)))
     for i in range(max(0, rows - mix.state.ring), rows):
         x, kept = _entering(mix, slot, position, row, i) + start, _recent(mix.state, slot, position + i) + start

@@ -52,6 +52,7 @@ class Heads(NamedTuple):
     BLOCK_D: int  # The larger of DK and DV, padded likewise
     BLOCK_H: int  # Value heads, padded likewise
     MAMBA: bool  # Whether it is Mamba-2, whose matrices forget nothing for a new value
+    MOST: float  # Of beta
     WAITING: int = WAITING  # Most tokens of a slot that wait
     CHUNK: int = CHUNK
 
@@ -78,6 +79,7 @@ def heads_of(spec: DeltaSpec, columns: int) -> Heads:
         BLOCK_D=power(max(spec.key_dim, spec.value_dim)),
         BLOCK_H=power(spec.value_heads),
         MAMBA=spec.mamba,
+        MOST=spec.most,
     )
 
 

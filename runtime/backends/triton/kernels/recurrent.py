@@ -283,7 +283,7 @@ def _mix_kernel(
             if heads.MAMBA:
                 beta = softplus
             else:
-                beta = sigmoid(_entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE))
+                beta = heads.MOST * sigmoid(_entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE))
             tl.store(out + CHANNELS + offs_h, beta, mask=mask_h)
             tl.store(out + CHANNELS + VALUES + offs_h, log_decay, mask=mask_h)
         out += INPUTS
