@@ -192,7 +192,7 @@ def asked(name: str, worker: Worker, action: str, count: int) -> list[float]:
 
 
 def processor_seconds(name: str, worker: Worker, tokens: int) -> tuple[float, float]:
-    """What a decoded token and a prompt of `PROMPT` tokens take of a core; such a prompt is read before decoding, too."""
+    """What a decoded token takes of a core, and a prompt of `PROMPT` tokens, which is read before decoding, too."""
     begin = worker.processor_s
     asked(name, worker, "prefill", PROMPT)
     between = worker.processor_s
