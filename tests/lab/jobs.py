@@ -76,6 +76,11 @@ _SHAPES = {
     "qwen3.5": "Qwen3.5 4B, 8 of 32 blocks, random weights",
     "gemma3": "Gemma 3 1B, random weights",
 }
+_MIXTURES = {
+    "lfm2-moe": "LFM2 8B-A1B, 4 of 24 blocks, random weights",
+    "glm4-flash": "GLM-4.7-Flash, 3 of 47 blocks, random weights",
+    "granite4-h": "Granite 4 h-tiny, 8 of 40 blocks, random weights",
+}
 _PEER = "--peer-python {peer}"
 JOBS = (
     Job("start", 5, "start"),
@@ -89,6 +94,14 @@ JOBS = (
             f"compare {{peers}}/{shape} --shape {shape} {_PEER} --rounds 7 --tokens 32 --model '{title}'",
         )
         for shape, title in _SHAPES.items()
+    ),
+    *(
+        Job(
+            *(f"peers-{shape}", 3),
+            f"compare {{peers}}/{shape} --shape {shape} {_PEER} --bits 4 --processor --rounds 3 --tokens 96 "
+            f"--model '{title}'",
+        )
+        for shape, title in _MIXTURES.items()
     ),
     Job(
         *("peers-spinners", 10),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import psutil
+
 from tests.lab.store import ROOT
 
 K, T = TypeVar("K"), TypeVar("T")
@@ -60,6 +62,12 @@ class Worker:
         assert self._process.stdin is not None
         print(*words, file=self._process.stdin, flush=True)
         return self._answer()
+
+    @property
+    def processor_s(self) -> float:
+        """Seconds that processors have spent on it."""
+        used = psutil.Process(self._process.pid).cpu_times()
+        return float(used.user + used.system)
 
     def close(self) -> None:
         """End the process."""

@@ -143,7 +143,8 @@ def write_gguf(
         own = names(name)
         assert own is not None
         if own not in left_out:
-            whole = tensor.ndim == 1 or "conv.conv" in name or "conv1d" in name or name.endswith("bias")
+            whole = tensor.ndim == 1 or tensor.shape[-1] == 1 or name.endswith(("bias", "norm.weight"))
+            whole |= "conv.conv" in name or "conv1d" in name
             dtype = gguf.GGMLQuantizationType["F32" if whole else (kinds or {}).get(own, kind)]
             writer.add_tensor(own, quantized(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}
