@@ -153,10 +153,10 @@ def programs(given: argparse.Namespace) -> dict[str, Callable[[], Worker]]:
     """How to start every program that is compared, by its name."""
     stored = dict(entry.split("=", 1) for entry in given.stored)
     source = full_precision(given.folder, given.shape, given.smollm2) if given.folder else None
-    mixture = given.smollm2 is None and any("experts" in size for size in SHAPES[given.shape][1])
+    latent = given.smollm2 is None and any("lora" in size for size in SHAPES[given.shape][1])
     found: dict[str, Callable[[], Worker]] = {}
     for bits in given.bits.split(","):
-        kinds = ("",) if mixture else ("", UNIFORM)  # a mixture's are uniform in any case
+        kinds = ("",) if latent else ("", UNIFORM)  # those of latent attention are uniform in any case
         models = {"": stored[bits]} if bits in stored else {own: f"{bits}{own}:{source or ''}" for own in kinds}
         for (codes, model), k_chunk in product(models.items(), K_CHUNKS):
             for name, tree in {OURS: None, **({BEFORE: given.before} if given.before else {})}.items():
@@ -270,7 +270,7 @@ def worker(which: str, k_chunk: int) -> None:
     bits, colon, like = which.partition(":")
     if colon:
         spec = replace(Checkpoint.open(Path(like)).spec, max_context=2 * CONTEXT) if like else llama_1b()
-        trellis = spec.mixture is None and not bits.endswith(UNIFORM)
+        trellis = spec.latent is None and not bits.endswith(UNIFORM)
         model: Any = RandomModel(spec, int(bits.split()[0]), residuals=k_chunk > 0, trellis=trellis)
     else:
         model = StoredModel.open_folder(Path(which), which)
