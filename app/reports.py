@@ -55,6 +55,20 @@ REPORTS = (
     ),
     "making a low-bit model",
     # making models
+    "as a chat gets it, perplexity rises {grown} at {size} bits with {count} of 1024 channels compensated: {others}",
+    "as a chat gets it, perplexity rises {grown} at {size} bits without compensation: {others}",
+    "from {before} to {after}",
+    "beyond all numbers",
+    "{count} channels, a larger budget, give {size}",
+    "4 bits by plain rounding have {size}",
+    "{others}, 4 bits by plain rounding have {size}",
+    "{others}, 3.5 bits lie between",
+    "choose a smaller group size or a larger model",
+    (
+        "{number} of {count} experts were chosen for fewer than {size} tokens of the calibration text, so they are "
+        "rounded plainly"
+    ),
+    "made of {types} weights: residuals restore those, not the model before they were quantized",
     "the store has a model {name} already; replace it with --force or choose another name with --name",
     (
         "{name} needs {size} more on the disk of {folder}, and {free} is free; free some space and run the same "

@@ -191,7 +191,9 @@ def _warning(before: float, measured: Mapping[Trial, float], recipe: Recipe) -> 
     """A sentence on the loss and on recipes that would lose less, with the measured numbers."""
     after = measured[Trial(k_chunk=usual(recipe))]
     grown = f"from {before:.2f} to {_shown(after)}" if math.isfinite(after) else "beyond all numbers"
-    with_it = f" with {usual(recipe)} of 1024 channels compensated" if usual(recipe) else " without compensation"
+    way = f"{recipe.bits:g} bits without compensation"
+    if usual(recipe):
+        way = f"{recipe.bits:g} bits with {usual(recipe)} of 1024 channels compensated"
     others = [
         f"4 bits by plain rounding have {_shown(value)}"
         if trial.finer
@@ -201,7 +203,7 @@ def _warning(before: float, measured: Mapping[Trial, float], recipe: Recipe) -> 
     ]
     better = f": {', '.join(others)}" if others else ": choose a smaller group size or a larger model"
     between = ", 3.5 bits lie between" if recipe.bits == SMALLEST_BITS and len(others) > 1 else ""
-    return f"as a chat gets it, perplexity rises {grown} at {recipe.bits:g} bits{with_it}{better}{between}"
+    return f"as a chat gets it, perplexity rises {grown} at {way}{better}{between}"
 
 
 def _shown(value: float) -> str:
