@@ -329,7 +329,7 @@ def test_blocks_of_other_parts_are_quantized(tmp_path: Path, case: str, method: 
 def test_two_mixers_are_refused_by_methods_that_scale_layers(tmp_path: Path) -> None:
     random_case("falcon-h1").save_pretrained(tmp_path / "source")
     write_tokenizer(tmp_path / "source", 67)
-    with pytest.raises(QuantizationError, match=r"awq does not quantize falcon_h1 models; choose gptq or rtn"):
+    with pytest.raises(QuantizationError, match=r"awq does not quantize falcon_h1 models; choose trellis, gptq or rtn"):
         quantize(tmp_path / "source", Store(tmp_path / "store"), Recipe.usual("awq", group_size=32), calibration=TEXT)
 
 

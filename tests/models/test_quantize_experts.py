@@ -162,7 +162,7 @@ def test_auto_takes_uniform_codes_for_latent_attention_alone(checkpoint: Path, t
 
 @pytest.mark.parametrize("method", ["awq", "squeezellm", "qoq"])
 def test_methods_that_do_not_know_experts_are_refused(checkpoint: Path, tmp_path: Path, method: str) -> None:
-    with pytest.raises(QuantizationError, match=f"{method} does not quantize mixtures.*trellis or gptq or rtn"):
+    with pytest.raises(QuantizationError, match=f"{method} does not quantize mixtures.*trellis, gptq or rtn"):
         quantize(checkpoint, Store(tmp_path), Recipe.usual(method), calibration=TEXT, evaluation=TEXT)
 
 
