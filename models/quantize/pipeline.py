@@ -87,7 +87,8 @@ class Pipeline:
         special = spec.v_norm or "both" in spec.mixers or spec.mixture is not None or spec.latent is not None
         if special and not recipe.kept and recipe.method not in able:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
-            raise QuantizationError(f"{recipe.method} does not quantize {what}; choose {', '.join(able[:-1])} or {able[-1]}")
+            rest = f"choose {', '.join(able[:-1])} or {able[-1]}"
+            raise QuantizationError(f"{recipe.method} does not quantize {what}; {rest}")
         if recipe.smooth_attention and (spec.wide_heads is not None or spec.latent is not None):
             why = "a norm follows them" if spec.latent is not None else "blocks have them in two widths or share them"
             raise QuantizationError(
