@@ -201,8 +201,8 @@ class ChatApp(WorkApp):
     def _start(self) -> None:
         self.stylesheet.read(LATER_CSS)
         self.stylesheet.parse()
-        if self.screen is not self.chat:  # a key was faster
-            self.stylesheet.update(self.screen)
+        for screen in self.screen_stack[1:]:  # a key was faster
+            self.stylesheet.update(screen)
         self.run_worker(self.session.start, group="runtime", exit_on_error=False)  # type: ignore[arg-type]  # mypy infers Never
         freeze = not self.is_headless  # tests make many applications in one process
         self.run_worker(partial(preload, freeze=freeze), group="preload", thread=True, exit_on_error=False)
