@@ -18,7 +18,7 @@ def main() -> None:
 
         command_line()
         return
-    gc.disable()  # until `app.tui.preload`: collections took 7 % of the time to the first paint
+    gc.disable()  # until `app.tui.preload`: collections took a fourteenth of the time to the first paint
     from app.cli.output import explained, in_one_line
     from app.tui import run
 
