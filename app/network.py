@@ -1,13 +1,19 @@
-"""Detection of a network connection without sending anything."""
+"""Names of servers, and detection of a network connection without sending anything."""
 
 from __future__ import annotations
 
 import os
 import socket
+from urllib.parse import urlsplit
 
 _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 _ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses reserved for documentation (RFC 5737, RFC 3849); only the route to them is looked up."""
+
+
+def host_of(url: str) -> str:
+    """A server's display name: its host, with the port if one is given."""
+    return urlsplit(url).netloc
 
 
 def offline() -> bool:

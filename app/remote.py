@@ -17,6 +17,7 @@ from app.client import CONNECT_S, TURN_S, RuntimeClient
 from app.documents.prompt import material
 from app.errors import AccessError, ClientError, ContextLengthError, NotFoundError, RequestRefusedError
 from app.language import _
+from app.network import host_of
 from app.protocol import MAX_NAME, ChatDelta, ChatOptions, read_items
 from runtime.system.foreign import read_json
 from runtime.system.hosts import is_loopback
@@ -59,11 +60,6 @@ def endpoint_problem(url: str, token: str) -> str | None:
             host=parts.netloc,
         )
     return None
-
-
-def host_of(url: str) -> str:
-    """A server's display name: its host, with the port if one is given."""
-    return urlsplit(url).netloc
 
 
 def _inert_message(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,8 @@ from runtime.compensation import (
 )
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
 from runtime.kv.kinds import DEFAULT_KV, KVKind
+from runtime.server import MAX_MODELS
 from runtime.wire.codec import OneOf, Within, from_json
-from runtime.wire.requests import MAX_MODELS
 
 if TYPE_CHECKING:
     from runtime.wire.requests import LoadRequest
@@ -415,6 +414,8 @@ def _read(file: Path) -> dict[str, object]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(_("cannot read the settings file {file}: {error}", file=file, error=error)) from error
+    import tomllib
+
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from models.spec import LAYER_KINDS
 from runtime.errors import RequestError
 
 CHUNK = 1024
@@ -171,6 +170,8 @@ def k_chunk_by_type(k_chunk: Mapping[str, int] | int) -> dict[str, int]:
     Raises:
         RequestError: as `k_chunk_of`.
     """
+    from models.spec import LAYER_KINDS
+
     if isinstance(k_chunk, int):
         return dict.fromkeys(LAYER_KINDS, _checked(k_chunk))
     wanted = dict.fromkeys(LAYER_KINDS, 0) | {key: k_chunk[key] for key in sorted(k_chunk, key=_place)}
@@ -188,6 +189,8 @@ def _place(key: str) -> tuple[int, int]:
     Raises:
         RequestError: it is neither.
     """
+    from models.spec import LAYER_KINDS
+
     kind, block = layer_kind(key), _block(key)
     if key in LAYER_KINDS:
         return -1, LAYER_KINDS.index(key)

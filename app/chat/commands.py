@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from app.chat.prompt_files import PromptFile, prompt_files
-from app.documents.folders import names
 from app.errors import CommandError, hint
 from app.language import _
 from app.settings import RULES
 
 if TYPE_CHECKING:
+    from app.chat.prompt_files import PromptFile
     from app.conversation import Conversation
     from app.history.exchange import ImportedChat
 
@@ -98,6 +97,8 @@ _NAMED = {name: one for one in COMMANDS for name in (one.name, *one.aliases)}
 
 def known() -> list[Command]:
     """The commands of the table, and the prompts of files, which are read anew; no file takes a name of the table."""
+    from app.chat.prompt_files import prompt_files
+
     files = [one for one in prompt_files() if one.name not in _NAMED]
     return [
         *COMMANDS,
@@ -142,6 +143,8 @@ def completions(text: str, models: Iterable[str]) -> list[tuple[str, str]]:
         return [(f"/{one.name}{' ' if one.argument else ''}", one.line) for one in named]
     takes = _NAMED[word[1:]].takes if word[1:] in _NAMED else ""
     if takes == "path":
+        from app.documents.folders import names
+
         head = rest[: len(rest) - len(rest.rpartition(os.sep)[2])]
         return [(f"{word} {head}{name}", "") for name in names(rest)]
     found = {"model": models, "budget": BUDGETS, "setting": [f"{name} " for name in SETTING_NAMES]}.get(takes, ())

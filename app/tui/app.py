@@ -30,8 +30,8 @@ from app.conversation import Conversation
 from app.errors import CommandError
 from app.language import _
 from app.settings import Settings
-from app.tui import endpoint, themes
 from app.tui import terminal as clipboard
+from app.tui import themes
 from app.tui.background_history import BackgroundHistory
 from app.tui.keys import KEYS
 from app.tui.messages import (
@@ -63,12 +63,14 @@ from app.tui.terminal import (
     terminal_is_gone,
     window_title,
 )
-from app.tui.work_app import WorkApp
+from app.tui.work_app import LOCAL_ACTIONS, WorkApp
 
 CHECK_INTERVAL_S = 5.0
 WATCH_INTERVAL_S = 0.5
 REMOTE_CHECKS = 12
 """A remote server is checked only once per this many intervals."""
+LATER_CSS = Path(__file__).with_name("screens.tcss")
+"""Styles that the first paint does not need."""
 QUIT_AGAIN_S = 2.0
 CHAT_ACTIONS = frozenset(
     {
@@ -197,6 +199,10 @@ class ChatApp(WorkApp):
             super().refresh_css(animate)
 
     def _start(self) -> None:
+        self.stylesheet.read(LATER_CSS)
+        self.stylesheet.parse()
+        for screen in self.screen_stack[1:]:  # a key was faster
+            self.stylesheet.update(screen)
         self.run_worker(self.session.start, group="runtime", exit_on_error=False)  # type: ignore[arg-type]  # mypy infers Never
         freeze = not self.is_headless  # tests make many applications in one process
         self.run_worker(partial(preload, freeze=freeze), group="preload", thread=True, exit_on_error=False)
@@ -314,7 +320,7 @@ class ChatApp(WorkApp):
         """Enable only the actions that are possible now."""
         if action == "chats":
             return self.session.history is not None
-        if action in endpoint.LOCAL_ACTIONS and self.session.remote is not None:
+        if action in LOCAL_ACTIONS and self.session.remote is not None:
             return False
         if action in CHAT_ACTIONS:
             if not self.screen_stack or not isinstance(self.screen, ChatScreen):
@@ -462,7 +468,9 @@ class ChatApp(WorkApp):
     def action_models(self) -> None:
         """Open the models screen; a remote server's models are a plain list."""
         if self.session.remote is not None:
-            self.run_worker(endpoint.pick_model(self), group="models", exit_on_error=False)
+            from app.tui.endpoint import pick_model
+
+            self.run_worker(pick_model(self), group="models", exit_on_error=False)
             return
         from app.tui.screens.models import ModelsScreen
 
@@ -471,7 +479,9 @@ class ChatApp(WorkApp):
 
     def action_endpoint(self) -> None:
         """Ask which server to use."""
-        endpoint.ask_endpoint(self)
+        from app.tui.endpoint import ask_endpoint
+
+        ask_endpoint(self)
 
     def action_settings(self) -> None:
         """Open the settings screen."""

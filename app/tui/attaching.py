@@ -11,8 +11,8 @@ from app.chat.prompts import USUAL_CONTEXT
 from app.conversation import Conversation
 from app.errors import DocumentError, HistoryError
 from app.language import _, ngettext
+from app.network import host_of
 from app.printable import printable_name
-from app.remote import host_of
 from app.tui.figures import token_count
 from app.tui.session import Session
 

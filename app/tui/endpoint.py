@@ -20,9 +20,6 @@ from app.tui.plain import Plain, plain
 from app.tui.screens.dialogs import FormDialog
 from app.tui.work_app import WorkApp
 
-LOCAL_ACTIONS = frozenset({"device", "inspect", "log"})
-"""Actions that only the program's own runtime supports."""
-
 
 async def pick_model(app: WorkApp) -> None:
     """Ask which of the server's models to use."""

@@ -9,10 +9,9 @@ from textual.command import Hit, Hits
 from textual.system_commands import SystemCommandsProvider
 
 from app.language import _
-from app.tui.endpoint import LOCAL_ACTIONS
 from app.tui.keys import KEYS, current_key
 from app.tui.model_setup import unfinished
-from app.tui.work_app import WorkApp
+from app.tui.work_app import LOCAL_ACTIONS, WorkApp
 
 SYNONYMS: Mapping[str, str] = {
     "attach": _("file pdf upload @"),

@@ -18,7 +18,8 @@ from textual.content import Content
 from textual.filter import LineFilter
 from textual.notifications import SeverityLevel
 from textual.visual import VisualType
-from textual.widgets import Static  # noqa: TID251  made harmless here
+from textual.widgets import OptionList, Static  # noqa: TID251  made harmless here
+from textual.widgets.option_list import Option
 
 from app.printable import harmless, printable
 
@@ -52,6 +53,34 @@ class Links(Plain):
 
     def _read(self, content: VisualType) -> VisualType:
         return Content.from_markup(content) if isinstance(content, str) else content
+
+
+class PlainList(OptionList):
+    """A list of options that have ids. It does not move under a hand when it is filled again."""
+
+    @property
+    def under(self) -> str | None:
+        """The id of the option under the cursor; None if there is none."""
+        return None if self.highlighted is None else self.options[self.highlighted].id
+
+    def fill(self, options: Iterable[Option], go_to: str | None = None) -> None:
+        """Replace all options. The cursor stays on its option, and that where it is on the screen.
+
+        Args:
+            options: the new ones.
+            go_to: id of the option to put the cursor on instead, if it is there.
+        """
+        under, line, y = self.under, self.highlighted, self.scroll_y
+        self.set_options(options)
+        places = {option.id: at for at, option in enumerate(self.options) if not option.disabled}
+        target = go_to if go_to in places else under
+        if target in places:
+            self.highlighted = places[target]
+        elif line is not None:
+            self.highlighted = next((at for at in places.values() if at >= line), None)
+        if target == under:
+            moved = 0 if line is None or self.highlighted is None else self.highlighted - line
+            self.scroll_to(y=y + moved, animate=False)
 
 
 class PlainApp(App[None]):

@@ -21,3 +21,4 @@ def preload(*, freeze: bool) -> None:
     if freeze:
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_EVERY)
+        gc.enable()

@@ -39,6 +39,8 @@ READY_NOTICE_S = 60
 """Seconds for which a finished model is announced. Making it took minutes, so the user may be looking elsewhere."""
 CHANGEABLE = (*KEYS, *Composer.BINDINGS, *MessageView.BINDINGS)
 """Bindings whose keys can be changed."""
+LOCAL_ACTIONS = frozenset({"device", "inspect", "log"})
+"""Actions that only the program's own runtime supports."""
 
 
 class WorkApp(PlainApp, OrderedKeys):

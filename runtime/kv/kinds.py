@@ -14,9 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
-from models.spec import ModelSpec
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
 
 KVKind = Literal["fp16", "int8", "int4", "hierarchical", "kcvt4", "kivi2", "gear4", "gear2", "gear-l4", "gear-l2"]
 Axis = Literal["token", "channel"]

@@ -23,12 +23,13 @@ from pathlib import Path
 
 from runtime import program_version
 from runtime.errors import RuntimeFailure
+from runtime.server import MAX_MODELS
 from runtime.server.lock import LockRecord, lock_path, remove_lock, write_lock
 from runtime.server.security import Security
 from runtime.server.serve import GRACE_S, UNLOAD_S, bind, listen, stopped_by_signals
 from runtime.server.service import Service
 from runtime.system.lifetimes import ParentWatch, leash_on_stdin, own_record_time
-from runtime.wire.requests import MAX_MODELS, LoadRequest
+from runtime.wire.requests import LoadRequest
 
 HOST = "127.0.0.1"
 LAST_RESORT_S = GRACE_S + UNLOAD_S + 4

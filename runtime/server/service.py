@@ -32,6 +32,7 @@ from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
 from runtime.load.loading import Accepted, LoadedModel, Loader
 from runtime.load.plan import LoadOptions
 from runtime.load.prospects import MachineInspector
+from runtime.server import MAX_MODELS
 from runtime.server.errors import ApiError, api_error, conflict, unavailable, unknown_model
 from runtime.server.parked import Parked
 from runtime.server.records import KEPT, Embedded, GenerationRequest, Keep, Scored
@@ -41,7 +42,7 @@ from runtime.text.sampling import SamplingOptions
 from runtime.wire.answers import CacheFacts, ErrorRecord, Holding, State, Status
 from runtime.wire.codec import to_json
 from runtime.wire.device import DeviceReport
-from runtime.wire.requests import MAX_MODELS, Inspection, InspectRequest, LoadRequest, TuneRequest
+from runtime.wire.requests import Inspection, InspectRequest, LoadRequest, TuneRequest
 
 MAX_WAITING = 64
 """Most waiting requests; further ones are rejected with 503."""

@@ -13,8 +13,6 @@ from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KVKind
 from runtime.wire.codec import OneOf, Within
 
-MAX_MODELS = 3
-"""Models that are loaded at the same time, where nothing else is said."""
 MAX_MESSAGES = 16_384
 """Most messages of a conversation: more than fit in any context."""
 Name = Annotated[str, Within(1, 300)]

@@ -13,7 +13,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.events import Paste
+from textual.events import Paste, ScreenResume
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
@@ -457,8 +457,10 @@ class ChatScreen(Screen[None]):
         self.show_session()
         self.app.push_screen(AskDialog(ask), decided)
 
-    def on_screen_resume(self) -> None:
+    def on_screen_resume(self, event: ScreenResume) -> None:
         """Ask what could not be asked while another screen was open."""
+        if not self.stack_updates:
+            event.refresh_styles = False  # the first time: each widget got its styles when it was mounted
         self.call_later(self.ask_next)
 
     # Messages and composer

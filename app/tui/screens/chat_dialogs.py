@@ -25,12 +25,11 @@ from app.language import _, ngettext
 from app.printable import printable_name
 from app.settings import RULES, SAMPLING_DEFAULTS, SettingsError, Value, check
 from app.tui.figures import setting_name
-from app.tui.plain import Plain, plain
+from app.tui.plain import Plain, PlainList, plain
 from app.tui.screens.dialogs import FormDialog, UnaskedDialog
 from app.tui.screens.presets import ask_for_preset
 from app.tui.session import Session
 from app.tui.widgets.call_view import pretty
-from app.tui.widgets.plain_table import PlainList
 
 if TYPE_CHECKING:
     from app.chat.tools import CallAsked

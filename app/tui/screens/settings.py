@@ -13,7 +13,7 @@ from textual.widgets import Button, Collapsible, Input, RadioSet, Select, TextAr
 
 from app.errors import ClientError
 from app.language import _
-from app.remote import host_of
+from app.network import host_of
 from app.settings import RULES, Settings
 from app.tui.figures import setting_name
 from app.tui.messages import ReloadAsked, SettingChanged

@@ -15,7 +15,6 @@ from app.tui.figures import SEPARATOR, bit_count, budget_text, k_chunk_text
 from app.tui.plain import Plain
 from app.tui.session import Session
 from runtime.kv.kinds import DEFAULT_KV
-from runtime.wire.answers import BASE
 
 
 class HeaderPart(Plain, can_focus=True):
@@ -81,6 +80,8 @@ def model_parts(session: Session) -> list[str]:
         return [_("{name} unloaded; loads when you write", name=printable_name(session.wanted or ""))]
     if not session.ready or status.model is None:
         return [_("no model loaded")]
+    from runtime.wire.answers import BASE
+
     name = printable_name(status.model)
     parts = [name, "" if status.bits is None else bit_count(status.bits), _(BASE) if status.base else ""]
     return [part for part in parts if part]

@@ -1,16 +1,15 @@
-"""A table of plain text, and a list. Neither moves under a hand when it is filled again."""
+"""A table of plain text that does not move under a hand when it is filled again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
-from textual.widgets import DataTable, OptionList  # noqa: TID251  made harmless here
-from textual.widgets.option_list import Option
+from textual.widgets import DataTable  # noqa: TID251  made harmless here
 
 from app.printable import printable, without_middle
 
@@ -74,34 +73,6 @@ class PlainTable(DataTable[Text]):
         self.scroll_to(x, y + row - line, animate=False)
         if not 0 <= line - y < self.size.height - header:  # the table will scroll to its cursor, which nobody saw
             self.call_after_refresh(self.scroll_to, x, y, animate=False)
-
-
-class PlainList(OptionList):
-    """A list of options that have ids."""
-
-    @property
-    def under(self) -> str | None:
-        """The id of the option under the cursor; None if there is none."""
-        return None if self.highlighted is None else self.options[self.highlighted].id
-
-    def fill(self, options: Iterable[Option], go_to: str | None = None) -> None:
-        """Replace all options. The cursor stays on its option, and that where it is on the screen.
-
-        Args:
-            options: the new ones.
-            go_to: id of the option to put the cursor on instead, if it is there.
-        """
-        under, line, y = self.under, self.highlighted, self.scroll_y
-        self.set_options(options)
-        places = {option.id: at for at, option in enumerate(self.options) if not option.disabled}
-        target = go_to if go_to in places else under
-        if target in places:
-            self.highlighted = places[target]
-        elif line is not None:
-            self.highlighted = next((at for at in places.values() if at >= line), None)
-        if target == under:
-            moved = 0 if line is None or self.highlighted is None else self.highlighted - line
-            self.scroll_to(y=y + moved, animate=False)
 
 
 def _cell(text: str | Text) -> Text:

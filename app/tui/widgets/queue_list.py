@@ -9,8 +9,7 @@ from textual.widgets.option_list import Option
 
 from app.language import _, ngettext
 from app.tui.messages import TakenBack
-from app.tui.plain import plain
-from app.tui.widgets.plain_table import PlainList
+from app.tui.plain import PlainList, plain
 
 
 class QueueList(PlainList, can_focus=False):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from textual.widgets.option_list import Option
 
-from app.tui.plain import plain
-from app.tui.widgets.plain_table import PlainList
+from app.tui.plain import PlainList, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

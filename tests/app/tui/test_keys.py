@@ -19,6 +19,7 @@ from app import settings
 from app.settings import SettingsError
 from app.tui.keys import keymap_of
 from app.tui.screens.help import HelpScreen
+from app.tui.screens.models import ModelsScreen
 from app.tui.widgets.key_line import KeyLine
 from app.tui.widgets.plain_table import PlainTable
 from app.tui.work_app import CHANGEABLE
@@ -155,16 +156,30 @@ async def test_the_line_of_keys_is_made_anew_for_other_keys_alone(stage: Stage, 
         line = s.app.screen.query_one(KeyLine)
 
         def words() -> list[str]:
-            return [key.description for key in line.query("FooterKey")]
+            return [binding.description for binding, _tooltip in line.shown]
 
         await s.settled()
-        before = [*line.children]
+        before = line.shown
         assert "stop" not in words()
         s.app.show_session()
         await s.settled()
-        assert [*line.children] == before
+        assert line.shown is before
         await s.ask("count")
         await s.until(lambda: "stop" in words(), "a key that stops the answer")
         runtime.released.set()
         await s.answered()
         await s.until(lambda: "stop" not in words(), "that key to go")
+
+
+async def test_keys_are_pressed_by_clicks_and_tell_what_they_do(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=(60, 24)) as s:
+        line = s.app.screen.query_one(KeyLine)
+        await s.shows("F3 settings")
+        text = line.render().plain
+        assert "F4" not in text, "a key that does not fit is left out whole"
+        await s.pilot.hover(KeyLine, offset=(text.index("models"), 0))
+        await s.until(lambda: line.tooltip == "Choose, download, quantize or delete a model")
+        await s.pilot.hover(KeyLine, offset=(text.index("models") - 4, 0))
+        assert line.tooltip is None, "between two keys"
+        await s.pilot.click(KeyLine, offset=(text.index("F2"), 0))
+        await s.until(lambda: isinstance(s.app.screen, ModelsScreen), "the screen of the key")

@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 
 from app import settings
 from app.tui.messages import QuantizeAsked
-from app.tui.plain import PlainApp
+from app.tui.plain import PlainApp, PlainList
 from app.tui.screens.chat import ChatScreen
 from app.tui.screens.dialogs import CheckpointSuggester, ConfirmDialog, QuantizeDialog, checkpoint_problem
 from app.tui.screens.models import ModelsScreen
@@ -27,7 +27,7 @@ from app.tui.screens.sidebar import Sidebar
 from app.tui.themes import LIGHT
 from app.tui.widgets.header import HeaderBar
 from app.tui.widgets.key_line import KeyLine
-from app.tui.widgets.plain_table import PlainList, PlainTable
+from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
 from runtime.wire.requests import LoadRequest, QuantizeRequest

@@ -136,7 +136,7 @@ async def test_resizing_keeps_everything_usable(stage: Stage, runtime: Any, size
         assert s.composer.region.width > 0
         slim = size[0] < 60
         await s.until(lambda: s.app.screen.query_one("HeaderBar").display is not slim, "the header to fit")
-        assert s.app.screen.query_one("Footer").display is not slim
+        assert s.app.screen.query_one("KeyLine").display is not slim
         runtime.answers = ["after the resize"]
         await s.say("more")
         assert s.last.text == "after the resize"
