@@ -494,6 +494,7 @@ class TestCommands:
             s.composer.load_text("")
             for line in ("/system Be a pirate.", "/set temperature 0.2", "/set stop END", "/budget off"):
                 await self.enter(s, line)
+                await s.until(lambda: s.composer.text == "")
             await s.until(lambda: s.app.session.settings.budget == 0)
             await s.say("ahoy")
             messages, options = runtime.named("chat")[0]
