@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.backends.cpu.machine.loader import processor
-from tests.lab.store import RESULTS, ROOT, about_run, write
+from tests.lab.store import ROOT, about_run, parser, write
 from tests.lab.store import table as markdown_table
 
 WEIGHTS = 512
@@ -127,9 +127,10 @@ def table(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Count, print and store."""
+    given = parser(__doc__, "cpu-code").parse_args()
     found = {**about_run("python -m tests.lab.cpu_code", ("runtime/backends/cpu",)), "rows": count()}
     print(table(found))
-    write(RESULTS / "cpu-code.json", found)
+    write(given.out, found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.lab.store import RESULTS, ROOT, about_run, write
+from tests.lab.store import ROOT, about_run, parser, write
 from tests.lab.store import table as markdown_table
 
 PLATFORMS = {
@@ -63,6 +63,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Resolve, print and store."""
+    given = parser(__doc__, "installations").parse_args()
     rows = []
     for system, platform in PLATFORMS.items():
         sizes = {
@@ -71,7 +72,7 @@ def main() -> None:
         rows.append({"system": system, **sizes})
     found = {**about_run("python -m tests.lab.installations", ("pyproject.toml",)), "python": PYTHON, "rows": rows}
     print(table(found))
-    write(RESULTS / "installations.json", found)
+    write(given.out, found)
 
 
 if __name__ == "__main__":
