@@ -45,7 +45,9 @@ _TYPES: Mapping[str, Types] = {
     **dict.fromkeys(("x_ptr", "embeddings_ptr", "q_ptr", "a_ptr", "b_ptr", "k_window", "v_window"), "*fp16"),
     **dict.fromkeys(("out_ptr", "sums_ptr", "left_ptr", "parts_ptr", "h_ptr", "y_ptr", "dec_ptr"), "*fp32"),
     **dict.fromkeys(("factors_ptr", "shares_ptr", "gain_ptr", "matrices_ptr", "residual_ptr", "start_ptr"), "*fp32"),
-    **dict.fromkeys(("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "moves_ptr"), "*i32"),
+    **dict.fromkeys(
+        ("counters_ptr", "index_ptr", "chosen_ptr", "places_ptr", "channels_ptr", "counts_ptr", "moves_ptr"), "*i32"
+    ),
     **dict.fromkeys(("codes_ptr", "copied_ptr", "staged_ptr", "runs_ptr"), "*i32"),
     **dict.fromkeys(("scale", "eps", "alike"), "fp32"),
     **dict.fromkeys(("k_records", "v_records"), _RECORD),
