@@ -122,9 +122,8 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
     else:
         triples = octets.reshape(rows, width // 3, 12)
         codes = _unpack_pairs(triples[:, :, :8].reshape(rows, width // 3 * 8))
-        codes |= np.unpackbits(triples[:, :, 8:].reshape(rows, width // 3 * 4), axis=1, bitorder="little") << np.uint8(
-            2
-        )
+        top = np.unpackbits(triples[:, :, 8:].reshape(rows, width // 3 * 4), axis=1, bitorder="little")
+        codes |= top << np.uint8(2)
     return np.ascontiguousarray(codes[:, :length])
 
 

@@ -96,7 +96,6 @@ from runtime.backends.cpu.units.products import (
     one_trellis_4,
     one_two_levels_4,
     one_two_levels_6,
-    row_block_at,
     several_3,
     several_4,
     several_8,
@@ -107,6 +106,7 @@ from runtime.backends.cpu.units.products import (
     several_trellis_4,
     several_two_levels_4,
     several_two_levels_6,
+    share_rows,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -531,19 +531,7 @@ def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -
     of = experts_at(i)
     linear: Linear = _linear_of(of, number)
     rows = segment_at(of.routes.segments + SEGMENT_BYTES * number).rows
-    side = row_block(rows)
-    for row in range(0, rows, side):
-        out = linear.out.at + row * linear.out.stride
-        few(
-            linear,
-            row_block_at(linear.plain, linear.weights, row),
-            side,
-            min(side, rows - row),
-            out,
-            first,
-            last,
-            scratch,
-        )
+    share_rows(few, linear, rows, first, last, scratch)
 
 
 @compiled_unit

@@ -12,7 +12,6 @@ import numba
 
 from runtime.backends.cpu.data.instructions import Panel, Weights
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES, LINE
-from runtime.backends.cpu.kernels.activation import row_block
 from runtime.backends.cpu.kernels.gemm import Tile, gemm_panel_tile_4, gemm_panel_tile_8, gemm_panel_tile_16
 from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.residual import ENTRIES, block_of, copy_lines, factors_of, few_rows
@@ -21,7 +20,7 @@ from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
 from runtime.backends.cpu.machine.unit import compiled_unit
 from runtime.backends.cpu.machine.vector import div, fill, load_halves, load_unsigned, maximum, store_floats
 from runtime.backends.cpu.scratch import TILE_BYTES
-from runtime.backends.cpu.units.products import row_block_at, times_rows
+from runtime.backends.cpu.units.products import share_rows, times_rows
 from runtime.backends.operations.panel import ENTRY_TOP, MIN_STEP
 
 
@@ -155,42 +154,25 @@ def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
 _few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
 
 
-@kernel
-def _share(few: Any, i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    linear, side = linear_at(i), row_block(rows)
-    for row in range(0, rows, side):
-        out = linear.out.at + row * linear.out.stride
-        few(
-            linear,
-            row_block_at(linear.plain, linear.weights, row),
-            side,
-            min(side, rows - row),
-            out,
-            first,
-            last,
-            scratch,
-        )
-
-
 @compiled_unit
 def share_2(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """Compensate tiles first .. last - 1 of all rows of the LINEAR instruction at address i, by residuals of 2 bits."""
-    _share(_few_2, i, rows, first, last, scratch)
+    share_rows(_few_2, linear_at(i), rows, first, last, scratch)
 
 
 @compiled_unit
 def share_4(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """The same for residuals of 4 bits."""
-    _share(_few_4, i, rows, first, last, scratch)
+    share_rows(_few_4, linear_at(i), rows, first, last, scratch)
 
 
 @compiled_unit
 def share_8(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """The same for residuals of 8 bits."""
-    _share(_few_8, i, rows, first, last, scratch)
+    share_rows(_few_8, linear_at(i), rows, first, last, scratch)
 
 
 @compiled_unit
 def share_16(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     """The same for residuals in half precision."""
-    _share(_few_16, i, rows, first, last, scratch)
+    share_rows(_few_16, linear_at(i), rows, first, last, scratch)

@@ -131,6 +131,15 @@ def row_block_at(x: Quantized, weights: Weights, row: int) -> Quantized:
     return Quantized(codes, x.scales + groups, x.shifts + groups, x.sums + groups)
 
 
+@kernel
+def share_rows(few: Any, linear: Linear, rows: int, first: int, last: int, scratch: int) -> None:
+    """Compensate tiles first .. last - 1 of all rows by the channels that they share; `few` is of `few_rows`."""
+    side = row_block(rows)
+    for row in range(0, rows, side):
+        x, out = row_block_at(linear.plain, linear.weights, row), linear.out.at + row * linear.out.stride
+        few(linear, x, side, min(side, rows - row), out, first, last, scratch)
+
+
 def times_rows(four: Any, eight: Any, sixteen: Any) -> Any:
     """Writes a tile's outputs of several rows, for a Linear or a Panel.
 
