@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an error, explained in one line on standard error; 2 wrong
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,16 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\e").replace("-", r"\-")
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Commands that are listed with the whole first sentence of their help, however long."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for command in self.commands.values():
+            command.short_help = re.split(r"\.\s|\.$|。", command.help or "")[0]
+        super().format_commands(ctx, formatter)
+
+
+class Commands(Group):
     """The commands; an error caused by the user or a file becomes one line and exit code 1."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,8 +175,8 @@ app.command("doctor")(doctor.doctor)
 app.command("ps")(serve.ps)
 app.command("stop")(serve.stop)
 app.command("man")(man)
-app.add_typer(chats.app, name="chats")
-app.add_typer(config.app, name="config")
+app.add_typer(chats.app, name="chats", cls=Group)
+app.add_typer(config.app, name="config", cls=Group)
 
 
 def main() -> None:

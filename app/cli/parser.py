@@ -36,7 +36,6 @@ def in_users_language(group: Any, main: Callable[..., Any], *args: Any, **kwargs
     use_for_parser()
     for told in helps(group):
         told.help = _(told.help)
-        told.short_help = re.split(r"\.\s|\.$|。", told.help)[0]
     group.context_class.formatter_class = _formatter(group.context_class.formatter_class)
     try:
         code = main(*args, **{**kwargs, "standalone_mode": False})

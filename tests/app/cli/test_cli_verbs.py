@@ -86,6 +86,13 @@ def test_quantize_to_an_average(answer: Answer, run: Run, checkpoint: Path, serv
     assert "3.5" in run("list").stdout
 
 
+@pytest.mark.parametrize("group", [(), ("chats",), ("config",)])
+def test_help_lists_commands_with_whole_sentences(group: tuple[str, ...], run: Run) -> None:
+    listed = run(*group, "--help").stdout.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed
+
+
 def test_help_says_what_each_method_is_good_for(run: Run) -> None:
     told = " ".join(run("quantize", "--help").stdout.split())
     assert all(f"{method} ({words})" in told for method, words in GOOD_FOR.items())
