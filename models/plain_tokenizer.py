@@ -28,6 +28,8 @@ PLAIN_FILES = (
     "chat_template.jinja",
 )
 """Files that describe such a tokenizer."""
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Where a folder has the template of conversations with tools, if it is another one."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates refer to by name."""
 _DEMANDING = ("fast_tokenizer_files", "fix_mistral_regex", "init_inputs", "split_special_tokens")
@@ -60,7 +62,7 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
         return None
     config = _json(folder / "tokenizer_config.json")
     settings = config | ({} if "added_tokens_decoder" in config else _json(folder / "special_tokens_map.json"))
-    if any(config.get(key) for key in _DEMANDING) or (folder / "additional_chat_templates").is_dir():
+    if any(config.get(key) for key in _DEMANDING):
         return None
     given = chat_template(folder, config)
     template, tools = templates(given)
@@ -86,7 +88,7 @@ def plain_tokenizer(folder: Path) -> TokenizerFiles | None:
 
 
 def chat_template(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
-    """A model's chat template: its own file, else a member of `tokenizer_config.json`, a text unless there are several.
+    """A chat template: files of its own, else a member of `tokenizer_config.json`; a text, or several with names.
 
     Args:
         folder: The model's.
@@ -96,10 +98,16 @@ def chat_template(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
         OSError: a file cannot be read.
         ValueError: it is malformed.
     """
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_file(own, MAX_JSON).decode()
-    return (_json(folder / "tokenizer_config.json") if config is None else config).get("chat_template")
+    own, tools = folder / "chat_template.jinja", folder / TOOL_TEMPLATE
+    if not own.is_file():
+        return (_json(folder / "tokenizer_config.json") if config is None else config).get("chat_template")
+    default = read_file(own, MAX_JSON).decode()
+    return several(default, read_file(tools, MAX_JSON).decode()) if tools.is_file() else default
+
+
+def several(default: str, tools: str) -> list[dict[str, str]]:
+    """Two templates as a member of `tokenizer_config.json` holds them."""
+    return [{"name": "default", "template": default}, {"name": "tool_use", "template": tools}]
 
 
 def templates(given: Any) -> tuple[str | None, str | None]:

@@ -45,7 +45,7 @@ from models.gguf.tokenizer import (
 )
 from models.packed import PackedLinear, rows_of
 from models.packing import unpack
-from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
+from models.plain_tokenizer import TokenizerFiles, plain_tokenizer, several
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
 from models.recipe import FLOATS, GGUF_GROUPS, TWO_LEVELS
@@ -488,4 +488,5 @@ def _write_special(writer: GGUFWriter, files: TokenizerFiles, model: StoredModel
     writer.add_add_bos_token(len(whole) > len(plain) and whole[0] == ids.get("bos_token"))
     writer.add_add_eos_token(len(whole) > len(plain) and whole[-1] == ids.get("eos_token"))
     if files.template is not None:
-        writer.add_chat_template(files.template)
+        tools = files.tool_template
+        writer.add_chat_template(several(files.template, tools) if tools else files.template)

@@ -19,7 +19,7 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.foreign import panics_raised
 from models.gguf.header import Header
-from models.plain_tokenizer import check_sound
+from models.plain_tokenizer import check_sound, several
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,7 +107,7 @@ NAMED = {
 spelled so in the format."""
 _USED = ("bos_token", "eos_token")
 """Those without which texts would be read or ended wrongly; the others may have any number."""
-_TOOL_USE = "tool_use"
+_TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"
 """The template of conversations with tools, where it is another one."""
 _ENDING = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -416,9 +416,8 @@ def _config(header: Header, vocabulary: Vocabulary) -> dict[str, Any]:
     }
     if header.metadata.get("tokenizer.chat_template"):
         config["chat_template"] = fields.text("tokenizer.chat_template")
-    if config.get("chat_template") and header.metadata.get(f"tokenizer.chat_template.{_TOOL_USE}"):
-        both = {"default": config["chat_template"], _TOOL_USE: fields.text(f"tokenizer.chat_template.{_TOOL_USE}")}
-        config["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
+    if config.get("chat_template") and header.metadata.get(_TOOL_TEMPLATE):
+        config["chat_template"] = several(config["chat_template"], fields.text(_TOOL_TEMPLATE))
     return config
 
 

@@ -202,6 +202,7 @@ class RepositoryCache:
         with explained(f"cannot write to the Hugging Face cache {self.root}"):
             folder.mkdir(parents=True, exist_ok=True)
             for file in files:
+                (folder / file.name).parent.mkdir(exist_ok=True)
                 if _size(folder / file.name) == file.size and self._points_right(folder / file.name, file):
                     continue
                 if not self._linked(folder / file.name, file, draft):
@@ -226,7 +227,7 @@ class RepositoryCache:
         if constants.HF_HUB_DISABLE_SYMLINKS:
             return False
         try:
-            draft.symlink_to(Path("..", "..", "blobs", file.digest))
+            draft.symlink_to(os.path.relpath(self.blob(file), pointer.parent))
         except (OSError, NotImplementedError):
             return False
         draft.replace(pointer)

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from models.errors import CheckpointError, HubError
 from models.foreign import read_json
 from models.hub.transport import Head, Transport, without_login
+from models.plain_tokenizer import TOOL_TEMPLATE
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
@@ -84,6 +85,7 @@ SMALL_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    TOOL_TEMPLATE,
 )
 """Files to download besides weights, if a repository has them."""
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
@@ -110,7 +112,7 @@ class Listing:
     commit: str
     """40 hexadecimal digits."""
     files: dict[str, RemoteFile]
-    """Files by name; only those at the top level that could be needed."""
+    """Files by name; only those that could be needed."""
     gguf: dict[str, RemoteFile]
     """GGUF files at the top level, by name."""
     others: tuple[str, ...]

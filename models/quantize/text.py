@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from models.errors import CheckpointError, QuantizationError
-from models.foreign import check_folder, panics_raised
-from models.plain_tokenizer import PLAIN_FILES, plain_tokenizer
+from models.foreign import check_folder, panics_raised, read_json
+from models.plain_tokenizer import PLAIN_FILES, TOOL_TEMPLATE, chat_template, plain_tokenizer
 from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
 from models.spec import ModelSpec
 from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
@@ -38,6 +39,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     "chat_template.jinja",
     "chat_template.json",
+    TOOL_TEMPLATE,
 )
 """Files of a checkpoint that may belong to its tokenizer."""
 _DESCRIBING_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -76,6 +78,8 @@ def convert_tokenizer(checkpoint: Path, folder: Path, save: Callable[[str, bytes
             _copy_plain(checkpoint, scratch)
         else:
             tokenizer.save_pretrained(scratch)
+        if not isinstance(template := chat_template(checkpoint), str | None):
+            _keep_templates(template, scratch)
     written = sorted(path.name for path in scratch.iterdir() if path.is_file())
     if "tokenizer.json" not in written:
         remove_folder(scratch)
@@ -95,6 +99,14 @@ def _copy_plain(checkpoint: Path, folder: Path) -> None:
             shutil.copyfile(checkpoint / name, folder / name)
     if not (folder / LAST_TOKENIZER_FILE).exists():
         (folder / LAST_TOKENIZER_FILE).write_text("{}\n", encoding="utf-8")
+
+
+def _keep_templates(several: Any, folder: Path) -> None:
+    """Write several templates into the settings, so that a stored model has no folders."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = folder / LAST_TOKENIZER_FILE
+    config = read_json(settings) | {"chat_template": several}
+    settings.write_text(json.dumps(config, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _load_tokenizer(checkpoint: Path) -> Any:

@@ -19,7 +19,7 @@ from models.export import gguf_file
 from models.export.export import default_target, export
 from models.families import FAMILIES
 from models.oracle import Oracle
-from models.plain_tokenizer import plain_tokenizer
+from models.plain_tokenizer import plain_tokenizer, several
 from models.quantize import keeping, quantize
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
@@ -54,7 +54,11 @@ def write_bpe(folder: Path) -> None:
     tokenizer.train_from_iterator([TEXT], trainer)
     begin = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    _save(folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"})
+    _save(
+        folder,
+        tokenizer,
+        {"bos_token": "<s>", "eos_token": "</s>", "chat_template": several("{{ messages }}", "{{ tools }}")},
+    )
 
 
 def write_sentencepiece(folder: Path) -> None:
@@ -152,7 +156,7 @@ def test_its_tokenizer_comes_back(make: Maker, write: Callable[[Path], None], tm
     text = "The quick brown fox jumps over the lazy dog, 3 times — naïvely."
     assert found.fast.encode(text).ids == own.fast.encode(text).ids
     assert found.special == own.special
-    assert found.template == own.template
+    assert (found.template, found.tool_template) == (own.template, own.tool_template)
 
 
 def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

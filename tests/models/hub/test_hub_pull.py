@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from models.errors import CancelledError, CheckpointError, HubError, HubUnreachableError, StoreError
 from models.hub import Policy, cached, is_hub_name, pull
 from models.hub.blob import Partial
+from models.plain_tokenizer import TOOL_TEMPLATE
 from models.progress import Progress
 from tests.models.conftest import content
 
@@ -57,6 +58,7 @@ def test_takes_what_a_checkpoint_needs_and_nothing_else(hub: Any, cache: Path, s
 
 def test_takes_a_single_file_and_what_is_empty_or_there_twice(hub: Any, cache: Path) -> None:
     files = {"config.json": b"{}", "generation_config.json": b"{}", "vocab.txt": b"", "model.safetensors": b"weights"}
+    files |= {"chat_template.jinja": b"{{ messages }}", TOOL_TEMPLATE: b"{{ tools }}"}
     hub.add(NAME, {**files, "model-00001-of-00009.safetensors": b"stray"})
     assert content(pull(NAME, endpoint=hub.url, cache_dir=cache)) == files
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 
-from models.plain_tokenizer import plain_tokenizer
+from models.plain_tokenizer import TOOL_TEMPLATE, plain_tokenizer, several
+from models.quantize.text import convert_tokenizer
 from runtime.errors import BackendError, ContextOverflowError, RequestError
 from runtime.load.catalogue import template_in
 from runtime.text.chat_template import render
@@ -705,13 +706,30 @@ def test_half_a_character_is_replaced(bytes_tokenizer: Tokenizer) -> None:
     assert bytes_tokenizer.encode("a\ud83d") == bytes_tokenizer.encode("a\ufffd")
 
 
-def test_conversations_with_tools_have_the_template_that_is_made_for_them(tmp_path: Path) -> None:
-    own = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}!"}]
-    tokenizer = save(byte_level(), tmp_path, chat_template=own)
+@pytest.mark.parametrize("plainly", [True, False])
+@pytest.mark.parametrize("in_files", [True, False])
+def test_conversations_with_tools_have_the_template_that_is_made_for_them(
+    in_files: bool, plainly: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    own, stored = several(TEMPLATE, "{{ tools[0].function.name }}!"), tmp_path / "stored"
+    config = {} if plainly else {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    tokenizer = save(byte_level(), tmp_path, **config, **({} if in_files else {"chat_template": own}))
+    if in_files:
+        for name, text in (("chat_template.jinja", own[0]["template"]), (TOOL_TEMPLATE, own[1]["template"])):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        tokenizer = Tokenizer(tmp_path)
+    assert (plain_tokenizer(tmp_path) is not None) == plainly
+    stored.mkdir()
+    convert_tokenizer(tmp_path, stored, lambda name, data: (stored / name).write_bytes(data) and None)
     asked = [{"role": "user", "content": "the sea"}]
-    assert tokenizer.decode(tokenizer.chat(asked, tools=[Tool(name="look")])) == "look!"
-    assert "the sea" in tokenizer.decode(tokenizer.chat(asked))
-    assert template_in(tmp_path) == TEMPLATE
+    for one in (tokenizer, Tokenizer(stored)):
+        assert one.decode(one.chat(asked, tools=[Tool(name="look")])) == "look!"
+        assert "the sea" in one.decode(one.chat(asked))
+    assert template_in(stored) == TEMPLATE
+    assert AutoTokenizer.from_pretrained(stored).chat_template == {one["name"]: one["template"] for one in own}
 
 
 def test_tools_are_functions_and_arguments_texts_for_a_template_that_wants_them_so() -> None:
