@@ -52,7 +52,7 @@ class PackedLinear:
     shape: tuple[int, int]
     """(N, K)."""
     bits: int
-    """3 or 4, of weights that were low-bit before also 6 or 8."""
+    """3 or 4, of weights that were low-bit before also 5, 6 or 8."""
     group_size: int
     """Input channels that share a scale; a multiple of 32, or 16. With a codebook, those of an activation do."""
     codes: npt.NDArray[np.int32]
@@ -64,7 +64,7 @@ class PackedLinear:
     """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook or minimums, and at 8 bits, where it is
     128."""
     minimums: npt.NDArray[np.float16] | None = None
-    """float16, as scales, in place of zero-points; 4 bits, and of two levels."""
+    """float16, as scales, in place of zero-points; 4 or 5 bits, and of two levels."""
     codebook: npt.NDArray[np.int8] | None = None
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | npt.NDArray[np.int8] | None = None
@@ -114,9 +114,9 @@ def _product(
 class Lattice:
     """A low-bit matrix as a checkpoint stores it; groups are those of `models.recipe.KEPT_GROUPS`, or the checkpoint's.
 
-    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; integers: (code - zero) * scale;
-    Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign,
-    and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
+    Q4_0: (code - 8) * scale; Q5_0: (code - 16) * scale; Q4_1 and Q5_1: code * scale + minimum; Q8_0: (code - 128) *
+    scale; integers: (code - zero) * scale; Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file
+    has Q4_K's minimums without their sign, and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
     """
 
     kind: str
@@ -125,7 +125,7 @@ class Lattice:
     scales: npt.NDArray[np.float16]
     """float16 [N, G], of either sign; [N, K / 256] of two levels; uint8 [N, G] of MXFP4."""
     minimums: npt.NDArray[np.float16] | None = None
-    """float16, as scales; None of integers, Q4_0 and Q8_0."""
+    """float16, as scales; None of integers, Q4_0, Q5_0 and Q8_0."""
     zeros: npt.NDArray[np.uint8] | None = None
     """uint8, as scales, of integers; else None."""
     group_scales: npt.NDArray[np.int8] | None = None

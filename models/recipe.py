@@ -16,10 +16,22 @@ KEPT = "kept"
 """In place of a method: weights that are low-bit already stay as they are (`models.quantize.kept`)."""
 INTEGERS: Mapping[str, int] = {"int3": 3, "int4": 4}
 """Integers of AWQ, GPTQ and compressed-tensors that are kept, by their bits; their groups are the checkpoint's."""
-GGUF_GROUPS: Mapping[str, int] = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q6_K": 16, "MXFP4": 32}
+ZERO_POINTS: Mapping[str, int] = {"Q4_0": 8, "Q5_0": 16}
+"""Types of GGUF files with one zero-point for all weights, which is stored; Q8_0's is not."""
+MINIMUMS = frozenset({"Q4_1", "Q5_1"})
+"""Types with a minimum in half precision for each group, in place of a zero-point."""
+GGUF_GROUPS: Mapping[str, int] = {
+    **dict.fromkeys((*ZERO_POINTS, *sorted(MINIMUMS), "Q8_0", "Q4_K", "MXFP4"), 32),
+    "Q6_K": 16,
+}
 """Types of GGUF files that are kept, by the input channels that share a scale."""
-KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6, "MXFP4": 4, **INTEGERS}
+KEPT_BITS: Mapping[str, int] = {
+    "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6, "MXFP4": 4,
+    **INTEGERS,
+}
 """All types that are kept, by the bits of their codes."""
+KEPT_UNASKED = 5
+"""The most bits of weights that are kept unless asked for otherwise: codes of more are rounded to 4 bits."""
 TWO_LEVELS = frozenset({"Q4_K", "Q6_K"})
 """Types whose groups have factors in whole numbers, and share half-precision ones in `SUPER_GROUP`."""
 FLOATS = "MXFP4"

@@ -11,7 +11,7 @@ import numpy as np
 from models import mtp
 from models.packed import tensor_names, tensor_shape
 from models.packing import packed_width
-from models.recipe import FLOATS, SUPER_GROUP, TWO_LEVELS, Recipe
+from models.recipe import FLOATS, MINIMUMS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.spec import ModelSpec, expert_of
 
 MANIFEST = "manifest.json"
@@ -79,7 +79,7 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
         if kept in TWO_LEVELS:
             tensors[f"{name}.minimums"] = (_F16, (rows, halves))
             tensors |= {f"{name}.{part}": (_I8, (rows, groups)) for part in ("group_scales", "group_minimums")}
-        elif kept == "Q4_1":
+        elif kept in MINIMUMS:
             tensors[f"{name}.minimums"] = (_F16, (rows, groups))
         elif kept not in ("Q8_0", FLOATS):
             tensors[f"{name}.zeros"] = (_U8, (rows, groups))

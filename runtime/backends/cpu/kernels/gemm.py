@@ -110,6 +110,12 @@ def emit_unpack(b: Builder, address: Any, bits: int, count: int = 4) -> list[Any
             pair = load(b, BYTES, offset(b, address, 64 * i), 64)
             vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
         return vectors
+    if bits == 5:
+        high, vectors = load(b, BYTES, offset(b, address, 256), 64), emit_unpack(b, address, 4)
+        for j, code in enumerate(vectors):
+            top = shift_left(b, high, 4 - j) if j <= 4 else shift_right(b, high, j - 4)
+            vectors[j] = b.or_(code, b.and_(top, constant(BYTES, 16)))
+        return vectors
     high = load(b, BYTES, offset(b, address, 128), 64)
     vectors = []
     for j in range(8):
@@ -245,8 +251,10 @@ def _bytes(tile: Tile, group: int) -> Any:
 
 gemv_tile_3 = _gemv_tile(3, _uniform)
 """Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
-gemv_minimums_tile_4, gemv_tile_8 = _gemv_tile(4, _minimums), _gemv_tile(8, _bytes)
-"""Sixteen outputs of a 4-bit matrix with minimums, and of one of 8 bits; arguments as `gemv_tile_4`."""
+gemv_minimums_tile_4, gemv_minimums_tile_5 = _gemv_tile(4, _minimums), _gemv_tile(5, _minimums)
+"""Sixteen outputs of matrices of 4 and 5 bits with minimums; arguments as `gemv_tile_4`."""
+gemv_tile_5, gemv_tile_8 = _gemv_tile(5, _uniform), _gemv_tile(8, _bytes)
+"""Sixteen outputs of matrices of 5 and 8 bits; arguments as `gemv_tile_4`."""
 gemv_two_levels_tile_4, gemv_two_levels_tile_6 = (_gemv_tile(bits, _two_levels(bits)) for bits in (4, 6))
 """Sixteen outputs of matrices with two levels of factors; arguments as `gemv_tile_4`."""
 gemv_floats_tile = _gemv_tile(4, _powers, emit_floats)
@@ -472,6 +480,10 @@ gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16 = (
 )
 gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16 = (_gemm_tile(8, rows, _bytes) for rows in (4, 8, 16))
 """The same with a 4-bit matrix with minimums, and with one of 8 bits."""
+gemm_5, gemm_minimums_5 = (
+    tuple(_gemm_tile(5, rows, factors) for rows in (4, 8, 16)) for factors in (_uniform, _minimums)
+)
+"""Kernels of 4, 8 and 16 rows with matrices of 5 bits, without and with minimums."""
 gemm_two_levels_4, gemm_two_levels_6 = (
     tuple(_gemm_tile(bits, rows, _two_levels(bits)) for rows in (4, 8, 16)) for bits in (4, 6)
 )

@@ -36,8 +36,8 @@ ROUTING = {
 }
 """The same of a mixture of experts."""
 EXPERTS = {
-    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 8)},
-    op.MINIMUMS: {4: _named("units.experts.multiply_experts_minimums_4")},
+    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 5, 8)},
+    op.MINIMUMS: {bits: _named(f"units.experts.multiply_experts_minimums_{bits}") for bits in (4, 5)},
     op.TWO_LEVELS: {bits: _named(f"units.experts.multiply_experts_two_levels_{bits}") for bits in (4, 6)},
     op.FLOATS: {4: _named("units.experts.multiply_experts_floats")},
 }
@@ -47,13 +47,9 @@ SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")
 """Norms whose results stay in float32."""
-UNIFORM = {
-    3: _named("units.products.multiply_uniform_3"),
-    4: _named("units.products.multiply_uniform_4"),
-    8: _named("units.products.multiply_uniform_8"),
-}
+UNIFORM = {bits: _named(f"units.products.multiply_uniform_{bits}") for bits in (3, 4, 5, 8)}
 """Products with matrices, by their bits; so are the next."""
-MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
+MINIMUMS = {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)}
 FLOATS = {4: _named("units.products.multiply_floats")}
 TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
 BY_FORM = {op.NO_MINIMUMS: UNIFORM, op.MINIMUMS: MINIMUMS, op.TWO_LEVELS: TWO_LEVELS, op.FLOATS: FLOATS}
@@ -63,9 +59,9 @@ TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
 REPACK_UNIFORM = {
     3: _named("units.repacking.repack_uniform_3"),
-    **dict.fromkeys((4, op.SIX), _named("units.repacking.repack_uniform_4")),
+    **dict.fromkeys((4, op.FIVE, op.SIX), _named("units.repacking.repack_uniform_4")),
 }
-"""Repacking of a matrix, by its bits; at 6 of its lower four."""
+"""Repacking of a matrix, by its bits; at 5 and 6 of its lower four."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
 """Repacking of a matrix with codebooks."""
 COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}

@@ -8,7 +8,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
-from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, MINIMUMS, SUPER_GROUP, TWO_LEVELS, ZERO_POINTS
 
 
 def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -88,8 +88,8 @@ def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
         group_size=group_size,
         codes=pack(codes, bits),
         scales=scales,
-        zeros=np.full((N, G), 8, np.uint8) if kind == "Q4_0" else None,
-        minimums=minimums * np.float16(8) if kind == "Q4_1" or two_levels else None,
+        zeros=np.full((N, G), ZERO_POINTS[kind], np.uint8) if kind in ZERO_POINTS else None,
+        minimums=minimums * np.float16(8) if kind in MINIMUMS or two_levels else None,
         group_scales=levels[0] if two_levels else None,
         group_minimums=levels[1] if two_levels else None,
         bias=rng.standard_normal(N).astype(np.float32),
