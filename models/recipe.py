@@ -26,7 +26,14 @@ GGUF_GROUPS: Mapping[str, int] = {
 }
 """Types of GGUF files that are kept, by the input channels that share a scale."""
 KEPT_BITS: Mapping[str, int] = {
-    "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6, "MXFP4": 4,
+    "Q4_0": 4,
+    "Q4_1": 4,
+    "Q5_0": 5,
+    "Q5_1": 5,
+    "Q8_0": 8,
+    "Q4_K": 4,
+    "Q6_K": 6,
+    "MXFP4": 4,
     **INTEGERS,
 }
 """All types that are kept, by the bits of their codes."""
