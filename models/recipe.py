@@ -35,18 +35,21 @@ KEPT_BITS: Mapping[str, int] = {
     "Q6_K": 6,
     "MXFP4": 4,
     **INTEGERS,
+    "FP8": 8,
 }
 """All types that are kept, by the bits of their codes."""
 KEPT_UNASKED = 5
 """The most bits of weights that are kept unless asked for otherwise: codes of more are rounded to 4 bits."""
 TWO_LEVELS = frozenset({"Q4_K", "Q6_K"})
 """Types whose groups have factors in whole numbers, and share half-precision ones in `SUPER_GROUP`."""
-FLOATS = "MXFP4"
-"""The type of floating-point numbers, which folders have, too."""
+FLOATS, FLOATS_8 = "MXFP4", "FP8"
+"""The types of floating-point numbers of 4 bits, which folders have, too, and of 8 bits, which they alone have."""
+OWN_GROUPS: Mapping[str, int] = {**GGUF_GROUPS, FLOATS_8: 128}
+"""Types whose groups are the same in every checkpoint; FP8's blocks, rows and matrices consist of such."""
 SUPER_GROUP = 256
 LARGEST_KEPT_GROUP = 256
 """Larger groups of integers are not kept: activations of 8 bits share a scale in a group, too."""
-KEEPS = "weights of few bits as they are: of GGUF files, AWQ, GPTQ and MXFP4"
+KEEPS = "weights of few bits as they are: of GGUF files, AWQ, GPTQ, FP8 and MXFP4"
 """Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes, or `KEPT`."""
@@ -226,7 +229,7 @@ class Recipe:
 
     def group_of(self, width: int, name: str = "") -> int:
         """Input channels that share a scale in the linear layer `name` with so many; a multiple of 32, or 16."""
-        return GGUF_GROUPS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
+        return OWN_GROUPS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
 
     @property
     def mixed(self) -> bool:

@@ -48,7 +48,7 @@ from models.packing import unpack
 from models.plain_tokenizer import TokenizerFiles, plain_tokenizer
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
-from models.recipe import FLOATS, GGUF_GROUPS, TWO_LEVELS
+from models.recipe import FLOATS, FLOATS_8, GGUF_GROUPS, TWO_LEVELS
 from models.rope import frequencies
 from models.spec import LAYER_TYPES
 from models.store import StoredModel
@@ -90,8 +90,8 @@ class GgufWriter:
 
     def __init__(self, model: StoredModel, residuals: bool) -> None:
         self._kept = model.recipe.types or {}
-        if {*TWO_LEVELS, FLOATS} & set(self._kept.values()):
-            raise refusal(model, "it has the weights of such a file as they are there; use that file")
+        if {*TWO_LEVELS, FLOATS, FLOATS_8} & set(self._kept.values()):
+            raise refusal(model, "it has the weights of its source as they are there; use that")
         self._model, self._spec, self._residuals = model, model.spec, residuals
         self._family = FAMILIES[model.spec.family]
         self._architecture = self._checked_architecture()

@@ -15,7 +15,7 @@ of a 64-byte vector holds four bytes, one for each of four consecutive input cha
 
 Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0. With two levels of factors, scales and negative
 minimums of super-groups stand as [tiles, K / 256, 2, 16], those of groups as [tiles, G, 2, 16]. Scales of
-floating-point numbers are bytes, exponents plus 127.
+floating-point numbers of 4 bits are bytes, exponents plus 127, of those of 8 bits float32.
 
 Matrices with codebooks are looked up by byte shuffles, which stay within 16 bytes, so these hold several input channels
 of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for output channels r and input channels k:
@@ -31,7 +31,8 @@ Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words w
 lane r of a block's vector i is word i of output channel r. Elsewhere byte c of that lane is the stream's byte c * bits
 + i, of channels from 8 c on. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
 
-At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, less 128 where a variant multiplies signed bytes.
+At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, of whole numbers less 128 where a variant
+multiplies signed bytes.
 
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
@@ -57,6 +58,7 @@ from runtime.backends.cpu.data.instructions import (
     BYTE,
     FIVE,
     FLOATS,
+    FLOATS_8,
     MINIMUMS,
     NO_MINIMUMS,
     SIX,
@@ -143,7 +145,7 @@ class TiledLinear:
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
         kind = None if self.zeros is None else self.zeros.dtype.char
         form = {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
-        form = FLOATS if self.scales.dtype == np.uint8 else form
+        form = {"B": FLOATS, "f": FLOATS_8}.get(self.scales.dtype.char, form)
         return Weights(codes, scales, zeros, codebooks, *sizes, group_scales, trellis=self.trellis, minimums=form)
 
     @property
@@ -230,7 +232,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
             tiles, LANES, blocks, *((linear.bits, 4) if by_words else (4, linear.bits))
         )
         codes[:] = octets.transpose((0, 2, 3, 1, 4) if by_words else (0, 2, 4, 1, 3)).reshape(codes.shape)
-        if linear.bits == BYTE and not isa.ENTRY_OFFSET:
+        if linear.bits == BYTE and not linear.floats_8 and not isa.ENTRY_OFFSET:
             codes ^= 128
     elif linear.bits in (FIVE, SIX):
         _planes(words, linear.bits, codes)

@@ -25,7 +25,7 @@ BYTE: Final = 8
 FIVE: Final = 5
 SIX: Final = 6
 """Bits of codes that are stored in two planes, of four bits and of one or two."""
-NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS = 0, 1, 2, 3
+NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS, FLOATS_8 = range(5)
 """Forms of a matrix without codebooks."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
@@ -201,7 +201,7 @@ class Weights(NamedTuple):
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
     trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
     minimums: int = NO_MINIMUMS
-    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`: see
+    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`, `FLOATS_8`: see
     `runtime.backends.cpu.tiles`."""
 
 

@@ -40,6 +40,7 @@ EXPERTS = {
     op.MINIMUMS: {bits: _named(f"units.experts.multiply_experts_minimums_{bits}") for bits in (4, 5)},
     op.TWO_LEVELS: {bits: _named(f"units.experts.multiply_experts_two_levels_{bits}") for bits in (4, 6)},
     op.FLOATS: {4: _named("units.experts.multiply_experts_floats")},
+    op.FLOATS_8: {8: _named("units.experts.multiply_experts_floats_8")},
 }
 """Products with experts, by the form and the bits of their matrices; those of trellises by their bits."""
 TRELLIS_EXPERTS = {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)}
@@ -51,8 +52,15 @@ UNIFORM = {bits: _named(f"units.products.multiply_uniform_{bits}") for bits in (
 """Products with matrices, by their bits; so are the next."""
 MINIMUMS = {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)}
 FLOATS = {4: _named("units.products.multiply_floats")}
+FLOATS_8 = {8: _named("units.products.multiply_floats_8")}
 TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
-BY_FORM = {op.NO_MINIMUMS: UNIFORM, op.MINIMUMS: MINIMUMS, op.TWO_LEVELS: TWO_LEVELS, op.FLOATS: FLOATS}
+BY_FORM = {
+    op.NO_MINIMUMS: UNIFORM,
+    op.MINIMUMS: MINIMUMS,
+    op.TWO_LEVELS: TWO_LEVELS,
+    op.FLOATS: FLOATS,
+    op.FLOATS_8: FLOATS_8,
+}
 """All of these, by their form."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}

@@ -91,6 +91,7 @@ from runtime.backends.cpu.units.products import (
     one_5,
     one_8,
     one_floats,
+    one_floats_8,
     one_minimums_4,
     one_minimums_5,
     one_trellis_2,
@@ -103,6 +104,7 @@ from runtime.backends.cpu.units.products import (
     several_5,
     several_8,
     several_floats,
+    several_floats_8,
     several_minimums_4,
     several_minimums_5,
     several_trellis_2,
@@ -518,6 +520,12 @@ def multiply_experts_two_levels_6(i: int, control: int, part: int, parts: int, s
 def multiply_experts_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: floating-point numbers of 4 bits."""
     _multiply(one_floats, several_floats, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_floats_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: floating-point numbers of 8 bits."""
+    _multiply(one_floats_8, several_floats_8, i, control, part, parts, scratch)
 
 
 @compiled_unit
