@@ -111,13 +111,13 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
     rows = words.shape[0]
     if bits in (5, 6):
         runs = words.reshape(rows, width // bits, bits)
-        low, top = (
+        low, tops = (
             runs[..., :4].reshape(rows, width // bits * 4),
             runs[..., 4:].reshape(rows, width // bits * (bits - 4)),
         )
         if bits == 6:
-            return unpack(low, 4, length) | unpack(top, 2, length) << np.uint8(4)
-        octets = np.ascontiguousarray(top.astype("<i4", copy=False)).view(np.uint8)
+            return unpack(low, 4, length) | unpack(tops, 2, length) << np.uint8(4)
+        octets = np.ascontiguousarray(tops.astype("<i4", copy=False)).view(np.uint8)
         return unpack(low, 4, length) | np.unpackbits(octets, axis=1, count=length, bitorder="little") << np.uint8(4)
     octets = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     if bits == 8:

@@ -75,7 +75,8 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
         groups = -(-width // recipe.group_of(width, name))
         kept = None if recipe.types is None else recipe.types[name]
         halves = 1 if recipe.progressive else width // SUPER_GROUP if kept in TWO_LEVELS else groups
-        tensors[f"{name}.scales"] = ({FLOATS: _U8, FLOATS_8: _F32}.get(kept or "", _F16), (rows, halves))
+        of_scales = _U8 if kept == FLOATS else _F32 if kept == FLOATS_8 else _F16
+        tensors[f"{name}.scales"] = (of_scales, (rows, halves))
         if kept in TWO_LEVELS:
             tensors[f"{name}.minimums"] = (_F16, (rows, halves))
             tensors |= {f"{name}.{part}": (_I8, (rows, groups)) for part in ("group_scales", "group_minimums")}

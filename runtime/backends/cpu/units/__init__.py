@@ -48,7 +48,12 @@ SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")
 """Norms whose results stay in float32."""
-UNIFORM = {bits: _named(f"units.products.multiply_uniform_{bits}") for bits in (3, 4, 5, 8)}
+UNIFORM = {
+    3: _named("units.products.multiply_uniform_3"),
+    4: _named("units.products.multiply_uniform_4"),
+    5: _named("units.products.multiply_uniform_5"),
+    8: _named("units.products.multiply_uniform_8"),
+}
 """Products with matrices, by their bits; so are the next."""
 MINIMUMS = {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)}
 FLOATS = {4: _named("units.products.multiply_floats")}
