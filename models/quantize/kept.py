@@ -1,4 +1,4 @@
-"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, and integers of folders.
+"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, integers and FP8 of folders.
 
 The parts of a fused matrix may differ: Q4_0 and Q5_0 are written as Q4_1 or Q5_1, whose minimum is their zero-point's,
 or with higher codes as Q8_0 (Q4_0 as Q5_0, too), and Q4_K as Q6_K, where another part is one; Q5_K always is. All are
