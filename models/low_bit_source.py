@@ -15,7 +15,7 @@ What is then quantized here is what the checkpoint holds, so residuals restore t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from models.errors import CheckpointError, UnsupportedModelError
 from models.families.fields import Fields
 from models.integer_formats import Integers, from_awq, from_compressed_tensors, from_gptq
 from models.packed import HALF_STEPS, NOT_A_NUMBER, Lattice
-from models.recipe import FLOATS, LARGEST_KEPT_GROUP
+from models.recipe import FLOATS, FLOATS_8, LARGEST_KEPT_GROUP, OWN_GROUPS
 from models.recipe import INTEGERS as INTEGER_TYPES
 from models.shard import DTYPES, FLOATS_OF_8_BITS, INTEGERS, OCTETS, ShardTensor, StoredTensor, weights_by_type
 
@@ -59,6 +59,8 @@ class Form:
     """Gives the matrix, float32 [N, K]; None of integers."""
     integers: Callable[[Mapping[str, Array]], Integers] | None = None
     """Gives these, of their tensors; None of floating-point numbers."""
+    block: Shape | None = None
+    """Rows and columns that share a scale of floating-point numbers; None: rows, or the matrix, do."""
     bits: int = 8
     """Of a weight."""
     along: int = 0
@@ -120,8 +122,10 @@ class LowBitTensor:
 
     @property
     def kind(self) -> str:
-        """One of `models.recipe.INTEGERS`, where it can be kept so; else what it is."""
+        """One of `models.recipe.INTEGERS`, or FP8, where it can be kept so; else what it is."""
         kind = f"int{self.form.bits}"
+        if self.form.restore is not None:
+            return self._kind_of_floats()
         if self.form.integers is None or kind not in INTEGER_TYPES:
             return self.dtype
         if (size := self.group_size) % 32 or self.shape[1] % size or size > LARGEST_KEPT_GROUP:
@@ -139,12 +143,36 @@ class LowBitTensor:
         Raises:
             CheckpointError: the file is gone or was truncated, or a scale is no number.
         """
+        if self.form.restore is not None:
+            return self._lattice_of_floats()
         own = self._integers()
         scales = own.scales.T[self.part]
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{self.path}: scales of '{self.name}' are NaN or infinite. {_ANOTHER}")
         codes, zeros = own.codes.T[self.part], own.zeros.T[self.part].astype(np.uint8)
         return Lattice(kind=f"int{self.form.bits}", codes=codes, scales=scales.astype(np.float16), zeros=zeros)
+
+    def _kind_of_floats(self) -> str:
+        width, group = self.shape[1], OWN_GROUPS[FLOATS_8]
+        if (kind := self.parts[self.form.main].dtype) != "F8_E4M3":
+            return f"FP8 as {kind}"
+        if width % group:
+            return f"FP8 of {width} inputs"
+        (scales,) = (math.prod(tensor.shape) for last, tensor in self.parts.items() if last != self.form.main)
+        block = None if scales in (1, self.parts[self.form.main].shape[0]) else self.form.block
+        return f"FP8 in blocks of {block[1]} inputs" if block and block[1] % group else FLOATS_8
+
+    def _lattice_of_floats(self) -> Lattice:
+        codes, group = self.parts[self.form.main].stored().view(torch.uint8), OWN_GROUPS[FLOATS_8]
+        scales = _spread(self._scale, codes.shape, self.form.block)[:, ::group][self.part].contiguous()
+        codes = codes[self.part]
+        if not torch.isfinite(scales).all() or ((codes & 127) == 127).any():
+            raise CheckpointError(f"{self.path}: weights or scales of '{self.name}' are NaN or infinite. {_ANOTHER}")
+        return Lattice(kind=FLOATS_8, codes=codes.numpy(), scales=scales.numpy())
+
+    @property
+    def _scale(self) -> torch.Tensor:
+        return next(each.stored().float() for last, each in self.parts.items() if last != self.form.main)
 
     def _integers(self) -> Integers:
         assert self.form.integers is not None
@@ -293,18 +321,23 @@ def _floats(block: Shape | None) -> Form:
         possible=("weight_scale_inv", "weight_scale"),
         shape=partial(_float_shape, block=block),
         restore=partial(_scaled, block=block),
+        block=block,
     )
 
 
 def _scaled(parts: Mapping[str, torch.Tensor], block: Shape | None) -> torch.Tensor:
     weight, (scale,) = parts["weight"].float(), [each.float() for last, each in parts.items() if last != "weight"]
+    return weight * _spread(scale, weight.shape, block)
+
+
+def _spread(scale: torch.Tensor, shape: Sequence[int], block: Shape | None) -> torch.Tensor:
+    """The scale of every weight of a matrix [N, K]."""
     if scale.numel() == 1:
-        return weight * scale.flatten()
-    if block is None or scale.numel() == len(weight):
-        return weight * scale.view(-1, 1)
-    rows, width = (min(side, own) for side, own in zip(block, weight.shape, strict=True))
-    whole = scale.repeat_interleave(rows, 0)[: len(weight)].repeat_interleave(width, 1)
-    return weight * whole[:, : weight.shape[1]]
+        return scale.flatten().expand(*shape)
+    if block is None or scale.numel() == shape[0]:
+        return scale.view(-1, 1).expand(*shape)
+    rows, width = (min(side, own) for side, own in zip(block, shape, strict=True))
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
 def _float_shape(shapes: Mapping[str, tuple[int, ...]], block: Shape | None) -> Shape | None:

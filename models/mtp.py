@@ -41,7 +41,8 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
         spec,
         num_layers=1,
         windows=(None,),
-        nope_layers=(),
+        nope_layers=(0,) if {*spec.attention_layers} <= {*spec.nope_layers} else (),
+        bare=(),
         mixers=(),
         conv_kernel_size=0,
         delta=None,
@@ -58,6 +59,8 @@ def mtp_recipe(recipe: Recipe) -> Recipe:
 
 def numbered(tensors: Mapping[str, T], layers: int) -> dict[str, T]:
     """The block's tensors in a checkpoint of Qwen's kind, named as if it were the next one of the model's blocks."""
+    if not any(name.endswith("mtp.fc.weight") for name in tensors):
+        return {}  # Nemotron's have places of their own
     return {
         f"model.layers.{layers}.{to}{name[match.end() :]}": tensor
         for name, tensor in tensors.items()

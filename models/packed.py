@@ -31,6 +31,11 @@ class PackedResidual:
 HALF_STEPS: npt.NDArray[np.int8] = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """The floating-point numbers of 4 bits by their codes, times two (OCP Microscaling Formats 1.0, §5.3.3)."""
 
+E4M3_STEPS: npt.NDArray[np.int32] = np.array(
+    [(-1) ** (code >> 7) * (code % 8 + 8 * (code & 120 > 0) << max(1, code >> 3 & 15)) for code in range(256)], np.int32
+)
+"""Those of 8 bits, times 1024, but for two codes that are no number (OCP 8-bit Floating Point 1.0, §5.2)."""
+
 NOT_A_NUMBER = 255
 """A scale that says so."""
 
@@ -44,7 +49,8 @@ class PackedLinear:
     codebook[n, code[n, k]] * scale[n, 0]. Progressive: Ŵ[n, k] = (code[n, k] - zero[n, g]) * group_scale[n, g] *
     scale[n, 0], whose first product is a whole number in [-127, 127]. Of two levels (llama.cpp's Q4_K and Q6_K):
     Ŵ[n, k] = code[n, k] * group_scale[n, g] * scale[n, s] + group_minimum[n, g] * minimum[n, s] with s = k // 256.
-    Floating-point numbers (MXFP4): Ŵ[n, k] = `HALF_STEPS`[code[n, k]] * 2^(scale[n, g] - 128).
+    Floating-point numbers: Ŵ[n, k] = `HALF_STEPS`[code[n, k]] * 2^(scale[n, g] - 128) (MXFP4), or
+    `E4M3_STEPS`[code[n, k]] / 1024 * scale[n, g] (FP8).
     """
 
     name: str
@@ -52,19 +58,19 @@ class PackedLinear:
     shape: tuple[int, int]
     """(N, K)."""
     bits: int
-    """3 or 4, of weights that were low-bit before also 6 or 8."""
+    """3 or 4, of weights that were low-bit before also 5, 6 or 8."""
     group_size: int
     """Input channels that share a scale; a multiple of 32, or 16. With a codebook, those of an activation do."""
     codes: npt.NDArray[np.int32]
     """int32 [N, ceil(K / 32) * bits] = [N, K] unsigned codes in canonical packing."""
     scales: npt.NDArray[np.float16]
     """float16 [N, G], G = ceil(K / group_size); with a codebook, and progressive, [N, 1]; two levels: [N, K / 256].
-    uint8 [N, G] of floating-point numbers: exponents plus 127."""
+    uint8 [N, G] of floating-point numbers of 4 bits: exponents plus 127; float32 [N, G] of those of 8 bits."""
     zeros: npt.NDArray[np.uint8] | None
     """uint8 [N, G], integer zero-points in [0, 2^bits); None with a codebook or minimums, and at 8 bits, where it is
     128."""
     minimums: npt.NDArray[np.float16] | None = None
-    """float16, as scales, in place of zero-points; 4 bits, and of two levels."""
+    """float16, as scales, in place of zero-points; 4 or 5 bits, and of two levels."""
     codebook: npt.NDArray[np.int8] | None = None
     """int8 [N, 2^bits], ascending, in [-127, 127]; None where the matrix is uniform."""
     group_scales: npt.NDArray[np.uint8] | npt.NDArray[np.int8] | None = None
@@ -87,14 +93,21 @@ class PackedLinear:
 
     @property
     def floats(self) -> bool:
-        """Whether codes are those of floating-point numbers."""
+        """Whether codes are those of floating-point numbers of 4 bits."""
         return self.scales.dtype == np.uint8
+
+    @property
+    def floats_8(self) -> bool:
+        """The same of 8 bits."""
+        return self.scales.dtype == np.float32
 
     @property
     def factors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
         """Scales and minimums of the groups of a matrix without codebooks, float32 [N, G]; exact."""
         if self.floats:
             return np.ldexp(np.float32(1), self.scales.astype(np.int32) - 128), None
+        if self.floats_8:
+            return self.scales * np.float32(2.0**-10), None
         parts = (self.scales, self.group_scales), (self.minimums, self.group_minimums)
         scales, minimums = (_product(part, None if self.group_minimums is None else own) for part, own in parts)
         assert scales is not None
@@ -114,18 +127,18 @@ def _product(
 class Lattice:
     """A low-bit matrix as a checkpoint stores it; groups are those of `models.recipe.KEPT_GROUPS`, or the checkpoint's.
 
-    Q4_0: (code - 8) * scale; Q4_1: code * scale + minimum; Q8_0: (code - 128) * scale; integers: (code - zero) * scale;
-    Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file has Q4_K's minimums without their sign,
-    and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
+    Q4_0: (code - 8) * scale; Q5_0: (code - 16) * scale; Q4_1 and Q5_1: code * scale + minimum; Q8_0: (code - 128) *
+    scale; integers: (code - zero) * scale; Q4_K and Q6_K: code * group scale * scale + group minimum * minimum. A file
+    has Q4_K's minimums without their sign, and none of Q6_K: there codes are 32 higher. MXFP4: see `PackedLinear`.
     """
 
     kind: str
     codes: npt.NDArray[np.uint8]
     """uint8 [N, K]."""
     scales: npt.NDArray[np.float16]
-    """float16 [N, G], of either sign; [N, K / 256] of two levels; uint8 [N, G] of MXFP4."""
+    """float16 [N, G], of either sign; [N, K / 256] of two levels; uint8 [N, G] of MXFP4; float32 [N, G] of FP8."""
     minimums: npt.NDArray[np.float16] | None = None
-    """float16, as scales; None of integers, Q4_0 and Q8_0."""
+    """float16, as scales; None of integers, Q4_0, Q5_0 and Q8_0."""
     zeros: npt.NDArray[np.uint8] | None = None
     """uint8, as scales, of integers; else None."""
     group_scales: npt.NDArray[np.int8] | None = None

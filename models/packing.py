@@ -1,4 +1,4 @@
-"""Canonical packing: unsigned codes of 2, 3, 4, 6 or 8 bits in 32-bit words, the same on every machine.
+"""Canonical packing: unsigned codes of 2, 3, 4, 5, 6 or 8 bits in 32-bit words, the same on every machine.
 
 A row of L codes is cut into runs of 32; each run takes `bits` little-endian 32-bit words, so a row takes
 ceil(L / 32) * bits words. The tail of the last run is filled with zeros. Inside a run (value i in 0..31):
@@ -9,6 +9,7 @@ bits  words  where value i lies
 2     2      word i // 16, bits 2 * (i % 16) and up
 3     3      low two bits: words 0 and 1, as in 2-bit packing; high bit: word 2, bit i
 4     4      word i // 8, bits 4 * (i % 8) and up (low nibble first)
+5     5      low four bits: words 0 to 3, as in 4-bit packing; high bit: word 4, bit i
 6     6      low four bits: words 0 to 3, as in 4-bit packing; high two: words 4 and 5, as in 2-bit packing
 8     8      word i // 4, bits 8 * (i % 4) and up (low byte first)
 ====  =====  ==========================================================================================
@@ -26,7 +27,7 @@ Int32Array = npt.NDArray[np.int32]
 
 RUN = 32
 """Codes that are packed together."""
-PACKED_BITS = (2, 3, 4, 6, 8)
+PACKED_BITS = (2, 3, 4, 5, 6, 8)
 """Bit widths this packing knows."""
 
 
@@ -68,9 +69,11 @@ def pack(codes: UInt8Array, bits: int) -> Int32Array:
         wide[:, :length] = codes
         codes = wide
     codes = np.ascontiguousarray(codes)
-    if bits == 6:
-        planes = pack(codes & np.uint8(15), 4), pack(codes >> np.uint8(4), 2)
-        runs = [plane.reshape(rows, padded // RUN, own) for plane, own in zip(planes, (4, 2), strict=True)]
+    if bits in (5, 6):
+        low, high = pack(codes & np.uint8(15), 4), codes >> np.uint8(4)
+        top = pack(high, 2) if bits == 6 else np.packbits(high, axis=1, bitorder="little").view("<i4")
+        shape = rows, padded // RUN
+        runs = low.reshape(*shape, 4), top.astype(np.int32, copy=False).reshape(*shape, bits - 4)
         return np.concatenate(runs, axis=-1).reshape(rows, words)
     if bits == 8:
         packed = codes
@@ -106,10 +109,16 @@ def unpack(words: Int32Array, bits: int, length: int) -> UInt8Array:
             f"{length} codes of {bits} bits need int32 [R, {width}], not {words.dtype} with shape {words.shape}"
         )
     rows = words.shape[0]
-    if bits == 6:
-        runs = words.reshape(rows, width // 6, 6)
-        low, high = runs[..., :4].reshape(rows, width // 6 * 4), runs[..., 4:].reshape(rows, width // 6 * 2)
-        return unpack(low, 4, length) | unpack(high, 2, length) << np.uint8(4)
+    if bits in (5, 6):
+        runs = words.reshape(rows, width // bits, bits)
+        low, tops = (
+            runs[..., :4].reshape(rows, width // bits * 4),
+            runs[..., 4:].reshape(rows, width // bits * (bits - 4)),
+        )
+        if bits == 6:
+            return unpack(low, 4, length) | unpack(tops, 2, length) << np.uint8(4)
+        octets = np.ascontiguousarray(tops.astype("<i4", copy=False)).view(np.uint8)
+        return unpack(low, 4, length) | np.unpackbits(octets, axis=1, count=length, bitorder="little") << np.uint8(4)
     octets = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     if bits == 8:
         codes = octets

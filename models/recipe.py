@@ -16,18 +16,40 @@ KEPT = "kept"
 """In place of a method: weights that are low-bit already stay as they are (`models.quantize.kept`)."""
 INTEGERS: Mapping[str, int] = {"int3": 3, "int4": 4}
 """Integers of AWQ, GPTQ and compressed-tensors that are kept, by their bits; their groups are the checkpoint's."""
-GGUF_GROUPS: Mapping[str, int] = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 32, "Q6_K": 16, "MXFP4": 32}
+ZERO_POINTS: Mapping[str, int] = {"Q4_0": 8, "Q5_0": 16}
+"""Types of GGUF files with one zero-point for all weights, which is stored; Q8_0's is not."""
+MINIMUMS = frozenset({"Q4_1", "Q5_1"})
+"""Types with a minimum in half precision for each group, in place of a zero-point."""
+GGUF_GROUPS: Mapping[str, int] = {
+    **dict.fromkeys((*ZERO_POINTS, *sorted(MINIMUMS), "Q8_0", "Q4_K", "MXFP4"), 32),
+    "Q6_K": 16,
+}
 """Types of GGUF files that are kept, by the input channels that share a scale."""
-KEPT_BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q6_K": 6, "MXFP4": 4, **INTEGERS}
+KEPT_BITS: Mapping[str, int] = {
+    "Q4_0": 4,
+    "Q4_1": 4,
+    "Q5_0": 5,
+    "Q5_1": 5,
+    "Q8_0": 8,
+    "Q4_K": 4,
+    "Q6_K": 6,
+    "MXFP4": 4,
+    **INTEGERS,
+    "FP8": 8,
+}
 """All types that are kept, by the bits of their codes."""
+KEPT_UNASKED = 5
+"""The most bits of weights that are kept unless asked for otherwise: codes of more are rounded to 4 bits."""
 TWO_LEVELS = frozenset({"Q4_K", "Q6_K"})
 """Types whose groups have factors in whole numbers, and share half-precision ones in `SUPER_GROUP`."""
-FLOATS = "MXFP4"
-"""The type of floating-point numbers, which folders have, too."""
+FLOATS, FLOATS_8 = "MXFP4", "FP8"
+"""The types of floating-point numbers of 4 bits, which folders have, too, and of 8 bits, which they alone have."""
+OWN_GROUPS: Mapping[str, int] = {**GGUF_GROUPS, FLOATS_8: 128}
+"""Types whose groups are the same in every checkpoint; FP8's blocks, rows and matrices consist of such."""
 SUPER_GROUP = 256
 LARGEST_KEPT_GROUP = 256
 """Larger groups of integers are not kept: activations of 8 bits share a scale in a group, too."""
-KEEPS = "weights of few bits as they are: of GGUF files, AWQ, GPTQ and MXFP4"
+KEEPS = "weights of few bits as they are: of GGUF files, AWQ, GPTQ, FP8 and MXFP4"
 """Its short description."""
 AskedMethod = Literal["auto", "kept", Method]
 """A method, what `chosen_method` takes, or `KEPT`."""
@@ -207,7 +229,7 @@ class Recipe:
 
     def group_of(self, width: int, name: str = "") -> int:
         """Input channels that share a scale in the linear layer `name` with so many; a multiple of 32, or 16."""
-        return GGUF_GROUPS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
+        return OWN_GROUPS.get((self.types or {}).get(name, ""), self.group_size) or -(-width // 32) * 32
 
     @property
     def mixed(self) -> bool:

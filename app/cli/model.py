@@ -304,10 +304,10 @@ def _make(checkpoint: Path, services: Services, output: Output, name: str | None
 
 def _usual(info: StoredModelInfo) -> bool:
     """Whether a model is as `_make` makes it, or made it before a trellis was the default."""
-    from models.recipe import Recipe
+    from models.recipe import KEPT_UNASKED, Recipe
 
     own = info.recipe
-    return own in (Recipe(method="trellis"), Recipe()) or (own.kept and own.bits == Recipe().bits)
+    return own in (Recipe(method="trellis"), Recipe()) or (own.kept and own.bits <= KEPT_UNASKED)
 
 
 def _made_from(checkpoint: Path, services: Services) -> StoredModelInfo | None:

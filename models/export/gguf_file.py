@@ -48,7 +48,7 @@ from models.packing import unpack
 from models.plain_tokenizer import TokenizerFiles, plain_tokenizer, several
 from models.quantizers.dequantize import parts, pieces, restored, uniform_groups
 from models.quantizers.groups import GroupCodes
-from models.recipe import FLOATS, GGUF_GROUPS, TWO_LEVELS
+from models.recipe import FLOATS, FLOATS_8, GGUF_GROUPS, TWO_LEVELS
 from models.rope import frequencies
 from models.spec import LAYER_TYPES
 from models.store import StoredModel
@@ -63,7 +63,7 @@ _BLOCK = 32
 """Weights in a block of Q4_1 and Q8_0."""
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "seed_oss")
 """Families whose blocks, multipliers folded into the weights, are those of llama.cpp's llama, qwen2, qwen3 or phi3."""
-_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "F16": 1}
+_FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7, "F16": 1}
 """`general.file_type`: what most matrices are."""
 
 
@@ -90,8 +90,8 @@ class GgufWriter:
 
     def __init__(self, model: StoredModel, residuals: bool) -> None:
         self._kept = model.recipe.types or {}
-        if {*TWO_LEVELS, FLOATS} & set(self._kept.values()):
-            raise refusal(model, "it has the weights of such a file as they are there; use that file")
+        if {*TWO_LEVELS, FLOATS, FLOATS_8} & set(self._kept.values()):
+            raise refusal(model, "it has the weights of its source as they are there; use that")
         self._model, self._spec, self._residuals = model, model.spec, residuals
         self._family = FAMILIES[model.spec.family]
         self._architecture = self._checked_architecture()
@@ -294,12 +294,17 @@ def _row_bytes(kind: str, width: int) -> int:
 
 
 def _kept(linear: PackedLinear, kind: str) -> Array:
-    """All rows of a matrix that was kept, uint8 [N, bytes]: for each block its scale, its minimum and its codes."""
+    """All rows of a matrix that was kept, uint8 [N, bytes]: for each block its scale, its minimum and its codes.
+
+    At 5 bits the highest ones of all codes come first.
+    """
     (rows, width), halves = linear.shape, [linear.scales, *([] if linear.minimums is None else [linear.minimums])]
     codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, width).reshape(rows, -1, _BLOCK)
-    octets = codes ^ 128 if kind == "Q8_0" else codes[..., : _BLOCK // 2] | codes[..., _BLOCK // 2 :] << np.uint8(4)
+    low = codes & np.uint8(15)
+    octets = codes ^ 128 if kind == "Q8_0" else low[..., : _BLOCK // 2] | low[..., _BLOCK // 2 :] << np.uint8(4)
     factors = [np.ascontiguousarray(each.astype("<f2"))[..., None].view(np.uint8) for each in halves]
-    return np.concatenate([*factors, octets], axis=-1).reshape(rows, -1)
+    tops = [np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")] if linear.bits == 5 else []
+    return np.concatenate([*factors, *tops, octets], axis=-1).reshape(rows, -1)
 
 
 def _packed(linear: PackedLinear, kind: str, residuals: bool) -> Array:

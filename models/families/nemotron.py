@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from models.errors import UnsupportedModelError
 from models.families.family import (
@@ -45,6 +46,17 @@ _ABSENT = {
     "moe_shared_expert_intermediate_size": 7688,
 }
 """What an absent key means."""
+_FURTHER = (
+    {
+        **{own: own for own in ("eh_proj", "enorm", "hnorm")},
+        "norm": "input_layernorm",
+        "mixer": "self_attn",
+    },
+    {"norm": "post_attention_layernorm", "mixer": "mlp", "final_layernorm": "shared_head.norm"},
+)
+"""Modules of the two blocks, attention and experts, that predict a further token, as modules of one (`models.mtp`).
+
+Source: vLLM, vllm/model_executor/models/nemotron_h_mtp.py."""
 
 
 def _kinds(fields: Fields) -> list[str]:
@@ -89,7 +101,18 @@ def _places(fields: Fields) -> Mapping[str, str]:
         parts = {"mixer": _MODULES[kind], "norm": norm, "input_layernorm": norm}
         parts[_MODULES[kind]] = _MODULES[kind]  # of a GGUF file, whose modules are named already
         found |= {f"model.layers.{at}.{part}.": f"model.layers.{number}.{own}." for part, own in parts.items()}
+    if _predicting(fields) == ["full_attention", "moe"]:
+        begin = f"model.layers.{number + 1}."
+        for at, modules in enumerate(_FURTHER):
+            found |= {f"mtp.layers.{at}.{own}.": f"{begin}{here}." for own, here in modules.items()}
     return found
+
+
+def _predicting(fields: Fields) -> list[Any]:
+    """What each block that predicts a further token is."""
+    kinds, pattern = fields.table.get("mtp_layers_block_type"), fields.table.get("mtp_hybrid_override_pattern", "*E")
+    listed = kinds if isinstance(kinds, list) else map(_LETTERS.get, str(pattern))
+    return [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
 
 
 def _read(fields: Fields) -> ModelSpec:
@@ -157,6 +180,7 @@ NEMOTRON_H = Family(
     mixture=True,
     projections={**PROJECTIONS, "gate_up": ("up_proj",)},
     last_norm="model.norm_f",
+    predicts_further=True,
     renamed={
         "backbone.": "model.",
         "model.embeddings.": "model.embed_tokens.",

@@ -18,7 +18,7 @@ from models.families.family import Family
 from models.gguf.architectures import ARCHITECTURES
 from models.gguf.header import DOWNLOAD_AGAIN, WHOLE_TYPES, Header, TensorInfo
 from models.packed import NOT_A_NUMBER, Lattice
-from models.recipe import FLOATS, GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import FLOATS, GGUF_GROUPS, MINIMUMS, SUPER_GROUP, TWO_LEVELS
 from models.spec import QUERIES
 
 if TYPE_CHECKING:
@@ -290,11 +290,11 @@ def _blocks(kind: str, stored: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[A
     if kind == FLOATS:
         nibbles = np.stack((stored[..., 1:] & 15, stored[..., 1:] >> 4), axis=-2)
         return {"codes": nibbles, "scales": stored[..., 0]}
-    count = 2 if kind in ("Q4_1", "Q4_K", "Q5_K") else 1
+    count = 2 if kind in (*MINIMUMS, "Q4_K", "Q5_K") else 1
     halves, octets = _halves(stored[..., : 2 * count]), stored[..., 2 * count :]
     parts: dict[str, npt.NDArray[Any]] = {"scales": halves[..., 0]}
     if count > 1:
-        parts["minimums"] = halves[..., 1] if kind == "Q4_1" else -halves[..., 1]
+        parts["minimums"] = halves[..., 1] if kind in MINIMUMS else -halves[..., 1]
     if kind in ("Q4_K", "Q5_K"):
         # Four scales and four minimums have a byte each; its high two bits belong to one of the last four.
         first, high, last = octets[..., :8] & 63, octets[..., :8] >> 6 << 4, octets[..., 8:12]
@@ -302,7 +302,10 @@ def _blocks(kind: str, stored: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[A
         for name, own, of in zip(("group_scales", "group_minimums"), np.split(first, 2, axis=-1), lasts, strict=True):
             parts[name] = np.concatenate((own, of), axis=-1).view(np.int8)
         tops, octets = octets[..., None, 12:44], octets[..., -128:].reshape(*blocks, 4, 32)
-    codes = octets ^ 128 if kind == "Q8_0" else np.stack((octets & 15, octets >> 4), axis=-2)
+    nibbles = octets[..., 4:] if kind in ("Q5_0", "Q5_1") else octets
+    codes = octets ^ 128 if kind == "Q8_0" else np.stack((nibbles & 15, nibbles >> 4), axis=-2)
+    if nibbles is not octets:  # a bit for each weight, in order
+        codes = codes.reshape(*blocks, -1) | np.unpackbits(octets[..., :4], axis=-1, bitorder="little") << 4
     if kind == "Q5_K":  # the byte of an input channel has its fifth bit in each group
         codes = codes.reshape(*blocks, 8, 32) | (tops >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
     return {"codes": codes, **parts}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.errors import MAKING, QuantizationError, check_needed
 from models.progress import Cancelled, ProgressCallback, ignore_progress, never_cancelled
-from models.recipe import LARGEST_BITS, AskedMethod, Recipe, chosen_method
+from models.recipe import KEPT_UNASKED, AskedMethod, Recipe, chosen_method
 from models.store import Store, StoredModelInfo
 
 
@@ -47,7 +47,7 @@ def keeping(folder: Path) -> Recipe:
 
 
 def kept_by_default(folder: Path) -> Recipe | None:
-    """The same where a checkpoint is kept unless asked for otherwise; None where it cannot be, or has 8 bits.
+    """The same where a checkpoint is kept unless asked for otherwise; None where it cannot be, or has more bits.
 
     Raises:
         ModelError: the checkpoint is damaged or not supported.
@@ -56,7 +56,7 @@ def kept_by_default(folder: Path) -> Recipe | None:
         recipe = keeping(folder)
     except QuantizationError:
         return None
-    return recipe if recipe.bits <= LARGEST_BITS else None
+    return recipe if recipe.bits <= KEPT_UNASKED else None
 
 
 def quantize(

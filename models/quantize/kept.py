@@ -1,8 +1,9 @@
-"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, and integers of folders.
+"""Weights that are low-bit already, kept in their own lattice: types of GGUF files, integers and FP8 of folders.
 
-The parts of a fused matrix may differ: Q4_0 is written as Q4_1, whose minimum is -8 scales, or as Q8_0 with codes 120
-higher, and Q4_K as Q6_K, where another part is one; Q5_K always is. All are exact. A head of another type, and what
-else stands beside experts, is rounded to Q8_0, so that what most weights are need not be rounded a second time.
+The parts of a fused matrix may differ: Q4_0 and Q5_0 are written as Q4_1 or Q5_1, whose minimum is their zero-point's,
+or with higher codes as Q8_0 (Q4_0 as Q5_0, too), and Q4_K as Q6_K, where another part is one; Q5_K always is. All are
+exact. A head of another type, and what else stands beside experts, is rounded to Q8_0, so that what most weights are
+need not be rounded a second time.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from models.low_bit_source import BlockFloats, LowBitTensor
 from models.packed import Lattice, PackedLinear
 from models.packing import pack
 from models.quantizers.groups import check_range
-from models.recipe import GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, Recipe
+from models.recipe import GGUF_GROUPS, INTEGERS, KEPT, KEPT_BITS, MINIMUMS, ZERO_POINTS, Recipe
 from models.shard import StoredTensor
 from models.spec import expert_of
 from models.store.tensors import Array
 
 _GROUP = GGUF_GROUPS["Q8_0"]
-_ALSO = {"Q4_0": {"Q4_1", "Q8_0"}, "Q4_K": {"Q6_K"}, "Q5_K": {"Q6_K"}}
+_ALSO = {
+    "Q4_0": {"Q4_1", "Q5_0", "Q5_1", "Q8_0"},
+    "Q4_1": {"Q5_1"},
+    "Q5_0": {"Q5_1", "Q8_0"},
+    "Q4_K": {"Q6_K"},
+    "Q5_K": {"Q6_K"},
+}
 """Types as which another can be written, exactly."""
 
 
@@ -140,7 +147,7 @@ def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:
         group_size=GGUF_GROUPS.get(kind, codes.shape[1] // scales.shape[1]),
         codes=pack(codes, bits),
         scales=scales,
-        zeros=np.full(scales.shape, 8, np.uint8) if kind == "Q4_0" else together("zeros"),
+        zeros=np.full(scales.shape, ZERO_POINTS[kind], np.uint8) if kind in ZERO_POINTS else together("zeros"),
         minimums=together("minimums"),
         group_scales=together("group_scales"),
         group_minimums=together("group_minimums"),
@@ -166,16 +173,21 @@ def _as(part: StoredTensor, kind: str) -> Lattice:
     own = _lattice(part)
     if own.kind == kind:
         return own
-    if kind == "Q8_0":
-        return Lattice(kind=kind, codes=own.codes + np.uint8(120), scales=own.scales)
+    if kind == "Q5_1" and own.kind == "Q4_1":
+        return replace(own, kind=kind)
+    if kind in ("Q5_0", "Q8_0"):
+        higher = ZERO_POINTS.get(kind, 128) - ZERO_POINTS[own.kind]
+        return Lattice(kind=kind, codes=own.codes + np.uint8(higher), scales=own.scales)
     if kind == "Q6_K":
         assert own.group_scales is not None
         assert own.group_minimums is not None
         halves = {name: getattr(own, name).repeat(2, axis=1) for name in ("group_scales", "group_minimums")}
         return replace(own, kind=kind, **halves)
-    minimums = own.scales * np.float16(-8)
+    assert kind in MINIMUMS
+    with np.errstate(over="ignore"):
+        minimums = own.scales * np.float16(-ZERO_POINTS[own.kind])
     if not np.isfinite(minimums).all():
-        raise QuantizationError(f"{part.path}: scales of '{part.name}' are too large to be kept beside Q4_1")
+        raise QuantizationError(f"{part.path}: scales of '{part.name}' are too large to be kept beside {kind}")
     return Lattice(kind=kind, codes=own.codes, scales=own.scales, minimums=minimums)
 
 

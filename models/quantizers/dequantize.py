@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from models import trellis
 from models.families.family import Family
-from models.packed import HALF_STEPS, PackedLinear, PackedResidual
+from models.packed import E4M3_STEPS, HALF_STEPS, PackedLinear, PackedResidual
 from models.packing import RUN, unpack
 from models.quantizers.groups import FloatArray, GroupCodes
 from models.spec import ModelSpec
@@ -35,10 +35,12 @@ def dequantize(linear: PackedLinear) -> npt.NDArray[np.float32]:
 
 
 def _kept(linear: PackedLinear, codes: npt.NDArray[np.uint8]) -> FloatArray:
-    """Ŵ of a matrix without zero-points, as the `gguf` package computes it, bit for bit."""
+    """Ŵ of a matrix without zero-points, as the `gguf` package or `models.low_bit_source` computes it, bit for bit."""
     scales, minimums = linear.factors
     if linear.floats:
         weight = HALF_STEPS[codes].astype(np.float32)
+    elif linear.floats_8:
+        weight = E4M3_STEPS[codes].astype(np.float32)
     else:
         weight = codes.astype(np.float32) if minimums is not None else codes.astype(np.float32) - np.float32(128)
     groups = weight.reshape(len(weight), -1, linear.group_size)

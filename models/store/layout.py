@@ -11,7 +11,7 @@ import numpy as np
 from models import mtp
 from models.packed import tensor_names, tensor_shape
 from models.packing import packed_width
-from models.recipe import FLOATS, SUPER_GROUP, TWO_LEVELS, Recipe
+from models.recipe import FLOATS, FLOATS_8, MINIMUMS, SUPER_GROUP, TWO_LEVELS, Recipe
 from models.spec import ModelSpec, expert_of
 
 MANIFEST = "manifest.json"
@@ -75,13 +75,14 @@ def linear_tensors(spec: ModelSpec, recipe: Recipe, name: str) -> TensorTypes:
         groups = -(-width // recipe.group_of(width, name))
         kept = None if recipe.types is None else recipe.types[name]
         halves = 1 if recipe.progressive else width // SUPER_GROUP if kept in TWO_LEVELS else groups
-        tensors[f"{name}.scales"] = (_U8 if kept == FLOATS else _F16, (rows, halves))
+        of_scales = _U8 if kept == FLOATS else _F32 if kept == FLOATS_8 else _F16
+        tensors[f"{name}.scales"] = (of_scales, (rows, halves))
         if kept in TWO_LEVELS:
             tensors[f"{name}.minimums"] = (_F16, (rows, halves))
             tensors |= {f"{name}.{part}": (_I8, (rows, groups)) for part in ("group_scales", "group_minimums")}
-        elif kept == "Q4_1":
+        elif kept in MINIMUMS:
             tensors[f"{name}.minimums"] = (_F16, (rows, groups))
-        elif kept not in ("Q8_0", FLOATS):
+        elif kept not in ("Q8_0", FLOATS, FLOATS_8):
             tensors[f"{name}.zeros"] = (_U8, (rows, groups))
         if recipe.progressive:
             tensors[f"{name}.group_scales"] = (_U8, (rows, groups))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from models.catalogue import CATALOGUE
-from runtime.load.expected import on_processor
+from models.recipe import Recipe, chosen_method
+from models.store.layout import sizes
+from runtime.backends import ModelSizes, backend
+from runtime.load.expected import missed_share, on_card, on_processor
+from runtime.load.memory import plan
 from runtime.load.prospects import Room, prospects
 from tests.lab.store import table
 from tests.tuner import table_3
+from tuner.detect import MemoryInfo
 from tuner.devices import DEVICES
+from tuner.simulate import FITTED, READ_SHARE, START_US
 
 
 def simulated(_found: object) -> str:
@@ -41,3 +49,48 @@ def on_cards(_found: object) -> str:
             speed = (f"{each:.1f}" for each in (found.tokens_per_s or 0.0, alone))
             rows.append((f"{card.memory_bytes >> 30} GB", model.title, f"{bits:g}", found.blocks or where, *speed))
     return table(("card", "model", "bits", "on the card", "tokens/s", "processor alone"), rows)
+
+
+CROSSING_US, RESUMING_US = 10.0, 10.0
+"""Assumed microseconds in which a row crosses the link and is noticed, and in which the rest of a graph starts."""
+
+
+def missed_on_processor(_found: object) -> str:
+    """What it would gain that missed experts are multiplied by the processor, instead of crossing the link.
+
+    Every block with experts is handed over, for a graph does not know whether it misses any: a row each way, the rest
+    of the graph, and two products there. Nothing runs side by side.
+    """
+    chosen = [model for model in CATALOGUE if model.title in ON_CARDS and model.spec.mixture is not None]
+    runner, main, rows = backend("triton"), 48 << 30, []
+    for card in map(DEVICES.__getitem__, CARDS):
+        free = int(FREE * card.memory_bytes)
+        room = Room(
+            backend="triton", available_bytes=free, main_bytes=main, cores=8, read_gb_s=MAIN_GB_S, card=card
+        )  # fmt: skip
+        for model, today in zip(chosen, prospects(chosen, room), strict=True):
+            spec, recipe = model.spec, Recipe(method=chosen_method("auto"), bits=4)
+            assert spec.mixture is not None
+            taken = sizes(spec, recipe)
+            own = ModelSizes(weight_bytes=taken.device, residual_bytes=taken.residuals, recipe=recipe)
+            memory, beside = (
+                MemoryInfo(total_bytes=size, available_bytes=size, limit_bytes=None) for size in (free, main)
+            )
+            footprint = runner.footprint(spec, own, compensated=True)
+            planned = plan(spec, footprint, shared=True, rows=runner.step_rows[-1], memory=memory, main=beside)
+            if not planned.host_bytes:
+                continue
+            missed = missed_share(spec.mixture, planned.experts_on_device)
+            link = card.pcie_gb_s * FITTED.pcie_efficiency
+            across, here = (1 / on_card(spec, 4, card, missed=missed, link_gb_s=own) for own in (link, math.inf))
+            crossing = 1e9 * link * (across - here)
+            blocks = sum(map(spec.has_experts, range(spec.num_layers)))
+            there = here + crossing / (1e9 * MAIN_GB_S * READ_SHARE)
+            handed = there + blocks * (2 * CROSSING_US + RESUMING_US + 2 * START_US) / 1e6
+            usual = today.tokens_per_s or math.inf
+            speeds = (f"{each:.1f}" for each in (1 / across, usual, 1 / handed))
+            last = f"{1 / handed / usual:.2f}", f"{1e6 * (across - there) / blocks:.0f}"
+            name = f"{card.memory_bytes >> 30} GB"
+            rows.append((name, model.title, f"{100 * missed:.0f} %", f"{crossing / 1e6:.0f}", *speeds, *last))
+    head = "card", "model", "missed", "MB", "over the link", "as planned", "by the processor", "times", "µs a block"
+    return table(head, rows)

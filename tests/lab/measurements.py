@@ -578,6 +578,14 @@ SECTIONS = (
         "tokens a second without compensation by the cost model of simulated devices. The cards are an RTX 4050 and an "
         "RTX 4060 of laptops and an RTX 4070 SUPER, of whose memory 5 % are in use.",
     ),
+    Section(
+        *("Missed experts by the processor", "", devices.missed_on_processor),
+        note="Computed, on no device, for the same cards and memory, at 4 bits: what a token misses, tokens a second "
+        "where that crosses the link, as the program plans today (the faster of that and shared blocks), and where the "
+        "processor multiplies it, which the program does not: 30 µs to hand a row over and back and to start the rest "
+        "of the graph, in every block, and nothing side by side. *Times*: beside today's plan. *µs a block*: what all "
+        "of that may take until the link is as fast.",
+    ),
     Section("Tool calls", "tool_calls", _CALLS),
     Section(
         *("Other programs, unchanged", "clients", plain("client", "version", "model", "hi", "tool", "schema", "stop")),

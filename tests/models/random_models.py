@@ -919,6 +919,8 @@ def with_mtp(folder: Path, case: str) -> tuple[Any, Any]:
     model = random_case(case)
     one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
     one |= {"mlp_layer_types": ["sparse"], "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if family == "NemotronH":
+        one = {"layers_block_type": ["full_attention", "moe"]}
     block = random_model(family, seed="mtp", **{**changes, **one})
     model.save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
@@ -927,13 +929,19 @@ def with_mtp(folder: Path, case: str) -> tuple[Any, Any]:
     own = load_file(folder / "block/model.safetensors")
     qwen = family.startswith("Qwen")
     names = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.layers.0.")
-    if not qwen:
+    if family == "NemotronH":
+        names = (*(f"mtp.layers.0.{part}" for part in ("eh_proj", "enorm", "hnorm")), "mtp.layers.1.final_layernorm")
+    elif not qwen:
         last = f"model.layers.{layers}."
         names = (*(last + part for part in ("eh_proj", "enorm", "hnorm", "shared_head.norm")), last)
     for name, shape in zip(names, ((C, 2 * C), C, C), strict=False):
         held[f"{name}.weight"] = torch.randn(shape) / 4
-    held[f"{names[3]}.weight"] = own["model.norm.weight"]
     start = "model.layers.0."
-    held |= {names[4] + name.removeprefix(start): own[name].clone() for name in own if name.startswith(start)}
+    if family == "NemotronH":
+        held[f"{names[3]}.weight"] = own["backbone.norm_f.weight"]
+        held |= {name.replace("backbone.", "mtp."): own[name].clone() for name in own if ".layers." in name}
+    else:
+        held[f"{names[3]}.weight"] = own["model.norm.weight"]
+        held |= {names[4] + name.removeprefix(start): own[name].clone() for name in own if name.startswith(start)}
     save_file(held, folder / "model.safetensors")
     return model, block

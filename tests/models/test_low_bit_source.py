@@ -16,12 +16,14 @@ from models import low_bit_source
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError, QuantizationError, UnsupportedModelError
 from models.experts import Part
+from models.export.export import export
 from models.quantize import keeping, kept_by_default, quantize
 from models.quantizers.dequantize import dequantize
 from models.recipe import Recipe
 from models.shard import StoredTensor
 from models.store import Store
 from runtime.backends.decoder import DecoderOptions, Step
+from runtime.backends.operations.linear import dequantize as dequantize_torch
 from runtime.backends.reference.decoder import ReferenceDecoder
 from tests.close import Tolerance, assert_close
 from tests.models.conftest import TEXT, write_tokenizer
@@ -131,6 +133,7 @@ FORMS: dict[str, tuple[Encoder, dict[str, Any]]] = {
     "compressed-4-zeros": compressed(4, symmetric=False, groups=True),
     "compressed-8-channels": compressed(8, symmetric=True, groups=False),
     "fp8-blocks": floats("weight_scale_inv", [24, 32], {"quant_method": "fp8", "weight_block_size": [24, 32]}),
+    "fp8-wide": floats("weight_scale_inv", [64, 128], {"quant_method": "fp8", "weight_block_size": [64, 128]}),
     "fp8-matrix": floats("weight_scale_inv", None, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-rows": floats("weight_scale", None, {"quant_method": "compressed-tensors", "config_groups": ROW_FLOATS}),
 }
@@ -140,7 +143,7 @@ def write(folder: Path, form: str, family: str = "Qwen2", **changes: Any) -> tup
     """Two folders with one random model: its blocks' matrices in a form, and in float32."""
     encode, about = FORMS[form]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": False}
-    model = random_model(family, **sizes, **changes)
+    model = random_model(family, **{**sizes, **changes})
     plain, low = folder / "plain", folder / "low"
     model.save_pretrained(plain)
     write_tokenizer(plain, model.config.vocab_size)
@@ -203,6 +206,48 @@ def test_what_cannot_be_kept_is_named(form: str, tmp_path: Path) -> None:
     why = "int4 in groups of scattered inputs" if form == "gptq-4-shuffled" else ""
     with pytest.raises(QuantizationError, match=rf"layers\.0\.qkv cannot be kept as they are \(.*{why}"):
         keeping(low)
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize("form", ["fp8-wide", "fp8-matrix", "fp8-rows"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_floating_point_numbers_of_8_bits_are_kept_bit_for_bit(form: str, experts: bool, tmp_path: Path) -> None:
+    routed = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
+    plain, low = write(tmp_path, form, "Qwen3Moe" if experts else "Qwen2", **WIDE, **routed)
+    assert kept_by_default(low) is None
+    recipe, store = keeping(low), Store(tmp_path / "store")
+    stored = store.open(quantize(low, store, recipe).name)
+    assert {kind for name, kind in (stored.recipe.types or {}).items() if name != "head"} == {"FP8"}
+    for name in stored.spec.linear_names():
+        linear, expected = stored.linear(name), Checkpoint.open(plain).linear(name)[0].numpy()
+        assert name == "head" or np.array_equal(dequantize(linear), expected), name
+        assert name == "head" or np.array_equal(dequantize_torch(linear).numpy(), expected), name
+    check_logits(stored)
+    with pytest.raises(UnsupportedModelError, match="has the weights"):
+        export(stored, tmp_path / "again.gguf", "gguf")
+
+
+def test_floating_point_numbers_that_cannot_be_kept(tmp_path: Path) -> None:
+    _, low = write(tmp_path, "fp8-blocks", **WIDE)
+    with pytest.raises(QuantizationError, match="FP8 in blocks of 32 inputs"):
+        keeping(low)
+    tensors = load_file(low / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensors[name] = tensor.float().to(torch.float8_e5m2)
+    save_file(tensors, low / "model.safetensors")
+    with pytest.raises(QuantizationError, match="FP8 as F8_E5M2"):
+        keeping(low)
+    other = tmp_path / "other"
+    other.mkdir()
+    _, low = write(other, "fp8-wide", **WIDE)
+    tensors = load_file(low / "model.safetensors")
+    tensors[f"{O}.weight"].view(torch.uint8)[3, 5] = 255
+    save_file(tensors, low / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"weights or scales of .*o_proj\.weight' are NaN or infinite"):
+        quantize(low, Store(other / "store"), keeping(low))
 
 
 def test_scales_must_be_numbers_of_half_precision(tmp_path: Path) -> None:

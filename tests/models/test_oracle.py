@@ -265,7 +265,7 @@ def test_observer_sees_what_modules_of_transformers_receive(pair: tuple[Any, Che
             assert_close(x, expected[name].view_as(x), "model")
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-flash"])
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-flash", "nemotron-h-moe"])
 def test_a_block_that_predicts_further_tokens_is_a_model_of_its_own(case: str, tmp_path: Path) -> None:
     """DeepSeek-V3 §2.2: x = M [RMSNorm(Emb(t + 1)); RMSNorm(h)] passes one block."""
     model, block = with_mtp(tmp_path, case)

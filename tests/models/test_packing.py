@@ -29,6 +29,8 @@ def place_of(bits: int, i: int) -> list[tuple[int, int, int]]:
     """Where the format puts value i: (word, bit, bits of the value there starting at this one)."""
     if bits == 3:
         return [(i // 16, 2 * (i % 16), 0), (i // 16, 2 * (i % 16) + 1, 1), (2, i, 2)]
+    if bits == 5:
+        return [(i // 8, 4 * (i % 8) + b, b) for b in range(4)] + [(4, i, 4)]
     if bits == 6:
         low, high = (
             [(i // 8, 4 * (i % 8) + b, b) for b in range(4)],
@@ -76,7 +78,7 @@ def test_codes_that_do_not_fit_are_refused(bits: int) -> None:
 
 def test_foreign_widths_and_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="bits must be"):
-        pack(np.zeros((1, 32), dtype=np.uint8), 5)
+        pack(np.zeros((1, 32), dtype=np.uint8), 7)
     with pytest.raises(ValueError, match="uint8"):
         pack(np.zeros((1, 32), dtype=np.int32), 4)
     with pytest.raises(ValueError, match="need int32"):

@@ -561,7 +561,9 @@ def test_calibration_is_taken_from_all_over_a_long_text(tiny_checkpoint: Path, m
     assert rows(TEXT[:40], 128, spread=True) == rows(TEXT[:40], 128, spread=False)
 
 
-@pytest.mark.parametrize(("case", "rotated"), [("qwen3.5-moe", False), ("glm4-flash", False), ("qwen3.5", True)])
+@pytest.mark.parametrize(
+    ("case", "rotated"), [("qwen3.5-moe", False), ("glm4-flash", False), ("nemotron-h-moe", False), ("qwen3.5", True)]
+)
 def test_a_block_that_predicts_further_tokens_is_rounded_and_kept_beside_the_model(
     case: str, rotated: bool, tmp_path: Path
 ) -> None:

@@ -187,6 +187,8 @@ def matrix_form(linear: PackedLinear) -> int:
     """The form of a matrix without codebooks (`Weights.minimums`)."""
     if linear.floats:
         return op.FLOATS
+    if linear.floats_8:
+        return op.FLOATS_8
     if linear.minimums is None:
         return op.NO_MINIMUMS
     return op.MINIMUMS if linear.group_minimums is None else op.TWO_LEVELS

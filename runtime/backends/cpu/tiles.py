@@ -7,12 +7,15 @@ of a 64-byte vector holds four bytes, one for each of four consecutive input cha
     3 bits   2 vectors of low bits, byte c of lane r in vector i: bits 2 j and 2 j + 1 are k = 16 i + 4 j + c;
              1 vector of high bits, byte c of lane r: bit j is k = 4 j + c
 
+    5 bits   as at 4 bits with the low four bits; then byte c of lane r of a fifth vector: bit j is the high one of
+             k = 4 j + c
+
     6 bits   for each half of a block, two vectors as at 4 bits with the low four bits; then byte c of lane r of a third
              vector: bits 2 j and 2 j + 1 are the high ones of k = 4 j + c
 
 Scales and zeros stand as [tiles, G, 16]. Rows past N have scale 0. With two levels of factors, scales and negative
 minimums of super-groups stand as [tiles, K / 256, 2, 16], those of groups as [tiles, G, 2, 16]. Scales of
-floating-point numbers are bytes, exponents plus 127.
+floating-point numbers of 4 bits are bytes, exponents plus 127, of those of 8 bits float32.
 
 Matrices with codebooks are looked up by byte shuffles, which stay within 16 bytes, so these hold several input channels
 of one or two output channels (`runtime.backends.cpu.kernels.lookup`), again for output channels r and input channels k:
@@ -28,7 +31,8 @@ Streams of a trellis (`runtime.backends.cpu.kernels.trellis`) keep their words w
 lane r of a block's vector i is word i of output channel r. Elsewhere byte c of that lane is the stream's byte c * bits
 + i, of channels from 8 c on. Their scales stand as those of codebooks; what follows the last block is a line of zeros.
 
-At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, less 128 where a variant multiplies signed bytes.
+At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, of whole numbers less 128 where a variant
+multiplies signed bytes.
 
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
@@ -41,6 +45,7 @@ matrices of a small model are smaller.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +56,9 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
 from runtime.backends.cpu.data.instructions import (
     BYTE,
+    FIVE,
     FLOATS,
+    FLOATS_8,
     MINIMUMS,
     NO_MINIMUMS,
     SIX,
@@ -104,7 +111,7 @@ class TiledLinear:
     """A low-bit matrix in tiles."""
 
     bits: int
-    """3, 4, 6 or 8."""
+    """3, 4, 5, 6 or 8."""
     tiles: int
     """ceil(N / 16)."""
     blocks: int
@@ -138,7 +145,7 @@ class TiledLinear:
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
         kind = None if self.zeros is None else self.zeros.dtype.char
         form = {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
-        form = FLOATS if self.scales.dtype == np.uint8 else form
+        form = {"B": FLOATS, "f": FLOATS_8}.get(self.scales.dtype.char, form)
         return Weights(codes, scales, zeros, codebooks, *sizes, group_scales, trellis=self.trellis, minimums=form)
 
     @property
@@ -174,19 +181,20 @@ def _tiled_levels(linear: PackedLinear, tiles: int, arena: Arena) -> tuple[npt.N
     return out
 
 
-def _six(words: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8]) -> None:
-    """Repack codes of 6 bits: int32 [N, blocks * 6] into uint8 [tiles, blocks, 384]."""
+def _planes(words: npt.NDArray[np.int32], bits: int, codes: npt.NDArray[np.uint8]) -> None:
+    """Repack codes of 5 or 6 bits: int32 [N, blocks * bits] into uint8 [tiles, blocks, block bytes]."""
     tiles, blocks = codes.shape[:2]
-    planes = words.reshape(len(words), blocks, SIX)
-    low, halves = np.ascontiguousarray(planes[..., :4]), codes.reshape(tiles, blocks, 2, -1)
+    planes, own = words.reshape(len(words), blocks, bits), bits - 4
+    low, parts = np.ascontiguousarray(planes[..., :4]), codes.reshape(tiles, blocks, own, -1)
     nibbles = np.zeros((tiles, blocks, BLOCK_BYTES[4]), np.uint8)
     REPACK_UNIFORM[4](int(low.ctypes.data), len(words), int(nibbles.ctypes.data), tiles, blocks)
-    halves[..., :128] = nibbles.reshape(tiles, blocks, 2, 128)
-    pairs = np.zeros((tiles * LANES, blocks, 2), np.uint32)  # a word has those of half a block, of k = 4 j + c
-    pairs[: len(words)] = planes[..., 4:].view(np.uint32)
-    turned = sum((pairs >> (8 * j + 2 * c) & 3) << (8 * c + 2 * j) for j in range(4) for c in range(4))
-    lanes = np.asarray(turned, np.uint32).reshape(tiles, LANES, blocks, 2).transpose(0, 2, 3, 1)
-    halves[..., 128:] = np.ascontiguousarray(lanes).view(np.uint8)
+    parts[..., :-LINE] = nibbles.reshape(tiles, blocks, own, -1)
+    tops = np.zeros((tiles * LANES, blocks, own), np.uint32)  # a word has those of a part, of k = 4 j + c
+    tops[: len(words)] = planes[..., 4:].view(np.uint32)
+    mask, places = (1 << own) - 1, itertools.product(range(BLOCK // own // 4), range(4))
+    turned = sum((tops >> own * (4 * j + c) & mask) << (8 * c + own * j) for j, c in places)
+    lanes = np.asarray(turned, np.uint32).reshape(tiles, LANES, blocks, own).transpose(0, 2, 3, 1)
+    parts[..., -LINE:] = np.ascontiguousarray(lanes).view(np.uint8)
 
 
 def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int, arena: Arena) -> npt.NDArray[np.int8]:
@@ -200,7 +208,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     """Repack a matrix.
 
     Args:
-        linear: The stored matrix; 3, 4, 6 or 8 bits, group_size a multiple of 32, or 16 at 6 bits.
+        linear: The stored matrix; 3, 4, 5, 6 or 8 bits, group_size a multiple of 32, or 16 at 6 bits.
         arena: Where the tiles go.
 
     Raises:
@@ -224,10 +232,10 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
             tiles, LANES, blocks, *((linear.bits, 4) if by_words else (4, linear.bits))
         )
         codes[:] = octets.transpose((0, 2, 3, 1, 4) if by_words else (0, 2, 4, 1, 3)).reshape(codes.shape)
-        if linear.bits == BYTE and not isa.ENTRY_OFFSET:
+        if linear.bits == BYTE and not linear.floats_8 and not isa.ENTRY_OFFSET:
             codes ^= 128
-    elif linear.bits == SIX:
-        _six(words, codes)
+    elif linear.bits in (FIVE, SIX):
+        _planes(words, linear.bits, codes)
     else:
         repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)

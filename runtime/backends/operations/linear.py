@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from models import trellis
-from models.packed import HALF_STEPS, PackedLinear
+from models.packed import E4M3_STEPS, HALF_STEPS, PackedLinear
 from models.packing import unpack
 
 _EXACT = 1024
@@ -14,10 +14,12 @@ _EXACT = 1024
 
 
 def _codes(linear: PackedLinear) -> torch.Tensor:
-    """Unsigned codes of a packed matrix, int32 [N, K]; of floating-point numbers, these times two."""
+    """Unsigned codes of a packed matrix, int32 [N, K]; of floating-point numbers, these times 2 or 1024."""
     codes = unpack(np.ascontiguousarray(linear.codes), linear.bits, linear.shape[1])
     if linear.floats:
         return torch.from_numpy(HALF_STEPS[codes].astype(np.int32))
+    if linear.floats_8:
+        return torch.from_numpy(E4M3_STEPS[codes])
     return torch.from_numpy(codes.astype(np.int32))
 
 
@@ -35,7 +37,7 @@ def _spread(per_group: np.ndarray[tuple[int, ...], np.dtype[np.generic]], linear
 
 def _zeros(linear: PackedLinear) -> float:
     """The zero-point of all groups of a matrix that stores none."""
-    return 0.0 if linear.minimums is not None or linear.floats else 2.0 ** (linear.bits - 1)
+    return 0.0 if linear.minimums is not None or linear.floats or linear.floats_8 else 2.0 ** (linear.bits - 1)
 
 
 def dequantize(linear: PackedLinear) -> torch.Tensor:

@@ -121,7 +121,7 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
     Raises:
         BackendError: unsupported bits, group size or shape.
     """
-    if packed.bits == BYTE and packed.zeros is None:
+    if packed.bits == BYTE and packed.zeros is None and not packed.floats_8:
         return _bytes(packed, device)
     (N, K), bits, group_size = packed.shape, packed.bits, 0
     groups = book = scales = None
@@ -135,8 +135,8 @@ def repack(packed: PackedLinear, device: torch.device | str) -> GpuLinear:
         book = (packed.codebook.astype(np.float32) * packed.scales.astype(np.float32)).astype(np.float16)
     else:
         group_size = packed.group_size
-        if packed.group_minimums is not None or packed.floats:
-            raise BackendError(f"{packed.name}: there are no GPU kernels for Q4_K, Q6_K and MXFP4 as they are")
+        if packed.group_minimums is not None or packed.floats or packed.floats_8:
+            raise BackendError(f"{packed.name}: there are no GPU kernels for Q4_K, Q6_K, MXFP4 and FP8 as they are")
         if group_size <= 0 or group_size % PIECE:
             raise BackendError(
                 f"{packed.name}: groups of {group_size} channels; the GPU takes multiples of {PIECE}: "

@@ -649,6 +649,14 @@ _FUSED_K = {
     "blk.1.ffn_down.weight": "Q6_K",
     "output.weight": "Q6_K",
 }
+_FUSED_5 = {
+    "blk.0.attn_v.weight": "Q8_0",
+    "blk.1.attn_v.weight": "Q5_1",
+    "blk.0.ffn_up.weight": "Q4_0",
+    "blk.1.ffn_up.weight": "Q5_1",
+    "blk.1.ffn_gate.weight": "Q4_1",
+    "output.weight": "Q8_0",
+}
 _FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.attn_output.weight": "Q8_0"}
 
 
@@ -658,10 +666,11 @@ _FUSED = {"blk.0.attn_q.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1", "blk.1.a
     [
         *((kind, {}, KEPT_BITS[kind]) for kind in GGUF_GROUPS),
         ("Q4_0", _FUSED, 4),
+        ("Q5_0", _FUSED_5, 5),
         ("Q4_K", _FUSED_K, 4),
         ("Q5_K", {}, 6),
     ],
-    ids=[*GGUF_GROUPS, "fused", "Q4_K_M", "Q5_K"],
+    ids=[*GGUF_GROUPS, "fused", "fused-5", "Q4_K_M", "Q5_K"],
 )
 def test_low_bit_weights_are_kept_bit_for_bit(
     tmp_path: Path, family: str, kind: str, kinds: dict[str, str], bits: int
@@ -685,7 +694,7 @@ def test_low_bit_weights_are_kept_bit_for_bit(
         assert (linear.bias is None) == (bias is None)
         assert bias is None or np.array_equal(np.asarray(linear.bias), bias.numpy())
     if kind in (*TWO_LEVELS, "Q5_K", FLOATS):
-        with pytest.raises(UnsupportedModelError, match="use that file"):
+        with pytest.raises(UnsupportedModelError, match="use that"):
             export(stored, tmp_path / "again.gguf", "gguf")
         return
     export(stored, tmp_path / "again.gguf", "gguf")
@@ -793,9 +802,9 @@ def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Pat
 @pytest.mark.parametrize(
     ("family", "kind", "kinds", "found"),
     [
-        ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "Q5_0"}, "layers.1.down cannot be kept as they are (Q5_0"),
+        ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "F16"}, "layers.1.down cannot be kept as they are (F16"),
         ("Llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
-        ("Mixtral", "Q5_0", {}, "experts.0.gate_up cannot be kept as they are (Q5_0"),
+        ("Llama", "Q5_0", {"blk.1.ffn_up.weight": "F16"}, "layers.1.gate_up cannot be kept as they are (F16 and Q5_0"),
     ],
 )
 def test_weights_of_other_types_are_rounded_as_before(
@@ -808,7 +817,8 @@ def test_weights_of_other_types_are_rounded_as_before(
     assert kept_by_default(file) is None
 
 
-def test_a_file_of_8_bits_is_kept_only_where_that_is_asked_for(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", random_model("Llama"), kind="Q8_0")
-    assert kept_by_default(file) is None
+@pytest.mark.parametrize(("kind", "unasked"), [("Q5_1", True), ("Q8_0", False)])
+def test_a_file_of_8_bits_is_kept_only_where_that_is_asked_for(tmp_path: Path, kind: str, unasked: bool) -> None:
+    file = write_gguf(tmp_path / "model.gguf", random_model("Llama"), kind=kind)
+    assert (kept_by_default(file) is not None) == unasked
     assert keeping(file) is not None

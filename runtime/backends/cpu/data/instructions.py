@@ -22,9 +22,10 @@ SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 """Modes of a SELECT: the paper's approximation; exact; static; random."""
 BYTE: Final = 8
 """Bits of codes that are bytes already."""
+FIVE: Final = 5
 SIX: Final = 6
-"""Bits of codes that are stored in two planes, of four bits and of two."""
-NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS = 0, 1, 2, 3
+"""Bits of codes that are stored in two planes, of four bits and of one or two."""
+NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS, FLOATS_8 = range(5)
 """Forms of a matrix without codebooks."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
@@ -191,7 +192,7 @@ class Weights(NamedTuple):
     scales: int  # float16
     zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis; see `minimums`
     codebooks: int  # int8; 0 where the matrix is uniform
-    bits: int  # 3, 4, 6 or 8; 2 as well with a trellis
+    bits: int  # 3, 4, 5, 6 or 8; 2 as well with a trellis
     tiles: int  # number of tiles of 16 output channels
     blocks: int  # number of blocks of 32 input channels
     groups: int  # groups of the activations, and of uniform weights
@@ -200,7 +201,7 @@ class Weights(NamedTuple):
     """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
     trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
     minimums: int = NO_MINIMUMS
-    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`: see
+    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`, `FLOATS_8`: see
     `runtime.backends.cpu.tiles`."""
 
 

@@ -16,7 +16,7 @@ LANES: Final = 16
 """Lanes of a vector of floats or integers: output channels, or tokens, handled side by side."""
 BLOCK: Final = 32
 """Input channels unpacked at a time."""
-BLOCK_BYTES: Final = {2: 128, 3: 192, 4: 256, 6: 384, 8: 512}
+BLOCK_BYTES: Final = {2: 128, 3: 192, 4: 256, 5: 320, 6: 384, 8: 512}
 """Bytes of a block of 16 output by 32 input channels, by bits."""
 ENTRY_BYTES: Final = 512
 """Bytes of a block of decoded entries, 16 output by 32 input channels."""

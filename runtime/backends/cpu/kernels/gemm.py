@@ -110,6 +110,12 @@ def emit_unpack(b: Builder, address: Any, bits: int, count: int = 4) -> list[Any
             pair = load(b, BYTES, offset(b, address, 64 * i), 64)
             vectors += [b.and_(shift_right(b, pair, shift), constant(BYTES, 15)) for shift in (0, 4)]
         return vectors
+    if bits == 5:
+        high, vectors = load(b, BYTES, offset(b, address, 256), 64), emit_unpack(b, address, 4)
+        for j, code in enumerate(vectors):
+            top = shift_left(b, high, 4 - j) if j <= 4 else shift_right(b, high, j - 4)
+            vectors[j] = b.or_(code, b.and_(top, constant(BYTES, 16)))
+        return vectors
     high = load(b, BYTES, offset(b, address, 128), 64)
     vectors = []
     for j in range(8):
@@ -129,6 +135,44 @@ def emit_floats(b: Builder, address: Any, _bits: int) -> list[Any]:
     """The same with these numbers for codes of 4 bits."""
     table = ir.Constant(BYTES, [*_STEPS] * 4)
     return [emit_lookup(b, table, code) for code in emit_unpack(b, address, 4)]
+
+
+def emit_planes(b: Builder, code: Any) -> tuple[list[Any], Any]:
+    """Sizes of floating-point numbers of 8 bits (E4M3) in four planes, of which each number is in one; and signs.
+
+    A plane has four exponents, so its numbers are whole and at most 120, in units of 2^(4 p - 10).
+
+    Returns:
+        The planes, and ones in all bits of negative numbers.
+    """
+    table = ir.Constant(BYTES, [(8 + place % 8) << place // 8 for place in range(16)] * 4)
+    zero = constant(BYTES, 0)
+
+    def at(mask: int, value: int) -> Any:
+        return b.icmp_unsigned("==", b.and_(code, constant(BYTES, mask)), constant(BYTES, value))
+
+    size = emit_lookup(b, table, b.and_(code, constant(BYTES, 15)))
+    size = b.select(at(16, 0), size, b.shl(size, constant(BYTES, 2)))
+    size = b.select(at(120, 0), b.shl(b.and_(code, constant(BYTES, 7)), constant(BYTES, 1)), size)
+    planes = [b.select(at(96, plane << 5), size, zero) for plane in range(_PLANES)]
+    return planes, b.ashr(code, constant(BYTES, 7))
+
+
+_PLANES = 4
+
+
+def emit_negated(b: Builder, x: Any, signs: Any) -> Any:
+    """Activations with the signs of weights."""
+    return b.sub(b.xor(x, signs), signs)
+
+
+def emit_of_planes(b: Builder, sums: Any, row: int, rows: int) -> Any:
+    """The sum of a row's planes, one in each chain, in units of the first."""
+    total = constant(FLOATS, 0.0)
+    for plane in range(_PLANES):
+        whole = b.sitofp(b.extract_value(sums, row + rows * plane), FLOATS)
+        total = emit_fma(b, whole, constant(FLOATS, 16.0**plane), total)
+    return total
 
 
 _CHAINS = 4
@@ -175,9 +219,36 @@ multiply_4 = _multiply(4)
 """Adds the products of a block of codes of 4 bits, at an address, with 32 activations, at another, to sums."""
 
 
-def _gemv_tile(bits: int, factors: Any, unpack: Any = emit_unpack) -> Any:
-    """The product of a tile with one row; arguments as of `_gemm_tile`."""
+@routine
+def _whole(sums: Any) -> Any:
+    """The sum of the chains, floats16."""
+    return to_floats(whole_sum(sums))
+
+
+@define(chains_type, chains_type, types.int64, types.int64)
+def multiply_planes(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
+    """Add the products of one block of floating-point numbers with one row's activations, a plane to each chain."""
+    totals = [b.extract_value(sums, plane) for plane in range(_PLANES)]
+    for j, code in enumerate(emit_unpack(b, codes, 8)):
+        planes, signs = emit_planes(b, code)
+        word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
+        own = emit_negated(b, b.bitcast(word, BYTES), signs)
+        totals = [emit_dot4(b, total, plane, own) for total, plane in zip(totals, planes, strict=True)]
+    for plane, total in enumerate(totals):
+        sums = b.insert_value(sums, total, plane)
+    return sums
+
+
+@define(floats16, chains_type)
+def of_planes(b: Builder, sums: Any) -> Any:
+    """The sum of the planes, in units of the first."""
+    return emit_of_planes(b, sums, 0, 1)
+
+
+def _gemv_tile(bits: int, factors: Any, unpack: Any = emit_unpack, *, by_planes: bool = False) -> Any:
+    """The product of a tile with one row; arguments as of `_gemm_tile`. With floating-point numbers `by_planes`."""
     multiply = multiply_4 if bits == 4 and unpack is emit_unpack else _multiply(bits, unpack)
+    multiply, whole = (multiply_planes, of_planes) if by_planes else (multiply, _whole)
     halves = 2 if bits == 6 else 1
     block_bytes = BLOCK_BYTES[bits] // halves
 
@@ -193,7 +264,7 @@ def _gemv_tile(bits: int, factors: Any, unpack: Any = emit_unpack) -> Any:
                 for line in range(0, block_bytes, 64):
                     prefetch(base + AHEAD + line)
                 sums = multiply(sums, base, x.codes + BLOCK // halves * block)
-            products = to_floats(whole_sum(sums))
+            products = whole(sums)
             scale, scaled_zero = factors(tile, group)
             total = fma(products, mul(scale, broadcast(x.scales + 4 * group)), total)
             total = fma(scaled_zero, broadcast(x.shifts + 4 * group), total)
@@ -237,6 +308,12 @@ def _powers(tile: Tile, group: int) -> Any:
 
 
 @routine
+def _steps(tile: Tile, group: int) -> Any:
+    """Scales in float32, of the units of `emit_planes`; no offset."""
+    return mul(load_floats(tile.scales + 64 * group), fill(numba.float32(2.0**-10))), zero_floats()
+
+
+@routine
 def _bytes(tile: Tile, group: int) -> Any:
     """Scales in half precision, and the offset of bytes."""
     scale = load_halves(tile.scales + 32 * group)
@@ -245,12 +322,16 @@ def _bytes(tile: Tile, group: int) -> Any:
 
 gemv_tile_3 = _gemv_tile(3, _uniform)
 """Sixteen outputs of a 3-bit matrix; arguments as `gemv_tile_4`."""
-gemv_minimums_tile_4, gemv_tile_8 = _gemv_tile(4, _minimums), _gemv_tile(8, _bytes)
-"""Sixteen outputs of a 4-bit matrix with minimums, and of one of 8 bits; arguments as `gemv_tile_4`."""
+gemv_minimums_tile_4, gemv_minimums_tile_5 = _gemv_tile(4, _minimums), _gemv_tile(5, _minimums)
+"""Sixteen outputs of matrices of 4 and 5 bits with minimums; arguments as `gemv_tile_4`."""
+gemv_tile_5, gemv_tile_8 = _gemv_tile(5, _uniform), _gemv_tile(8, _bytes)
+"""Sixteen outputs of matrices of 5 and 8 bits; arguments as `gemv_tile_4`."""
 gemv_two_levels_tile_4, gemv_two_levels_tile_6 = (_gemv_tile(bits, _two_levels(bits)) for bits in (4, 6))
 """Sixteen outputs of matrices with two levels of factors; arguments as `gemv_tile_4`."""
 gemv_floats_tile = _gemv_tile(4, _powers, emit_floats)
 """Sixteen outputs of a matrix of floating-point numbers; arguments as `gemv_tile_4`."""
+gemv_planes_tile = _gemv_tile(8, _steps, by_planes=True)
+"""Sixteen outputs of a matrix of floating-point numbers of 8 bits; arguments as `gemv_tile_4`."""
 gemv_tile_4 = _gemv_tile(4, _uniform)
 """Sixteen outputs of a 4-bit matrix.
 
@@ -394,17 +475,21 @@ def sums_of_block(bits: int, rows: int, unpack: Any = emit_unpack) -> Any:
     return define(tuple_type, tuple_type, types.int64, types.int64)(emit)
 
 
-def _finish(rows: int) -> Any:
+def _emit_whole(b: Builder, sums: Any, row: int, rows: int) -> Any:
+    return b.sitofp(emit_whole_sum(b, sums, row, rows), FLOATS)
+
+
+def _finish(rows: int, whole: Any = _emit_whole) -> Any:
     def emit(b: Builder, sums: Any, scale: Any, scaled_zero: Any, x_scales: Any, x_shifts: Any, out: Any) -> None:
         for m in range(rows):
             address = offset(b, out, 64 * m)
             x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
             x_shift = splat(b, load(b, FLOAT, offset(b, x_shifts, 4 * m), 4), FLOATS)
-            products = b.sitofp(emit_whole_sum(b, sums, m, rows), FLOATS)
+            products = whole(b, sums, m, rows)
             total = emit_fma(b, products, b.fmul(scale, x_scale), load(b, FLOATS, address, 64))
             b.store(emit_fma(b, scaled_zero, x_shift, total), pointer(b, address), align=64)
 
-    emit.__name__ = f"finish{rows}"
+    emit.__name__ = f"finish{rows}{whole.__name__}"
     emit.__doc__ = "Scale a group's sums and add them to the tile's totals, float32 [rows, 16] at `out`."
     sums_type = types.UniTuple(words16, CHAINS)
     return define(types.void, sums_type, floats16, floats16, types.int64, types.int64, types.int64)(emit)
@@ -444,6 +529,52 @@ def _gemm_tile(bits: int, rows: int, factors: Any, unpack: Any = emit_unpack) ->
     return gemm
 
 
+_FOUR = CHAINS // _PLANES
+_finish_planes = _finish(_FOUR, emit_of_planes)
+
+
+def _gemm_planes(rows: int) -> Any:
+    """The product of a tile of floating-point numbers with a row block, four rows at a time."""
+    quad, row = quad_step(rows), row_step(rows)
+
+    def emit(b: Builder, sums: Any, codes: Any, x: Any) -> Any:
+        totals = [b.extract_value(sums, chain) for chain in range(CHAINS)]
+        for j, code in enumerate(emit_unpack(b, codes, 8)):
+            planes, signs = emit_planes(b, code)
+            for m in range(_FOUR):
+                word = splat(b, load(b, I32, offset(b, x, quad * j + row * m), 4), WORDS)
+                own = emit_negated(b, b.bitcast(word, BYTES), signs)
+                for chain, plane in zip(range(m, CHAINS, _FOUR), planes, strict=True):
+                    totals[chain] = emit_dot4(b, totals[chain], plane, own)
+        for chain, total in enumerate(totals):
+            sums = b.insert_value(sums, total, chain)
+        return sums
+
+    emit.__name__ = f"multiply_planes_x{rows}"
+    emit.__doc__ = "Add the products of one block of codes with four rows of a row block."
+    sums_type, block_bytes = types.UniTuple(words16, CHAINS), BLOCK_BYTES[8]
+    multiply = define(sums_type, sums_type, types.int64, types.int64)(emit)
+
+    @kernel
+    def gemm(tile: Tile, x: Quantized, out: int) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        for first in range(0, rows, _FOUR):
+            start, group = 0, 0
+            while start < tile.blocks:
+                stop = min(start + tile.group_blocks, tile.blocks)
+                sums = no_sums()
+                for block in range(start, stop):
+                    at = quad_at(x.codes, rows, BLOCK * block) + row * first
+                    sums = multiply(sums, tile.codes + block * block_bytes, at)
+                scale, scaled_zero = _steps(tile, group)
+                own = 4 * (rows * group + first)
+                _finish_planes(sums, scale, scaled_zero, x.scales + own, x.shifts + own, out + 64 * first)
+                start, group = stop, group + 1
+
+    return gemm
+
+
 @routine
 def _entries(tile: Tile, _group: int) -> Any:
     """One scale for a row, and the offset of a codebook's entries."""
@@ -472,12 +603,18 @@ gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16 = (
 )
 gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16 = (_gemm_tile(8, rows, _bytes) for rows in (4, 8, 16))
 """The same with a 4-bit matrix with minimums, and with one of 8 bits."""
+gemm_5, gemm_minimums_5 = (
+    tuple(_gemm_tile(5, rows, factors) for rows in (4, 8, 16)) for factors in (_uniform, _minimums)
+)
+"""Kernels of 4, 8 and 16 rows with matrices of 5 bits, without and with minimums."""
 gemm_two_levels_4, gemm_two_levels_6 = (
     tuple(_gemm_tile(bits, rows, _two_levels(bits)) for rows in (4, 8, 16)) for bits in (4, 6)
 )
 """Kernels of 4, 8 and 16 rows with two levels of factors."""
 gemm_floats = tuple(_gemm_tile(4, rows, _powers, emit_floats) for rows in (4, 8, 16))
 """The same with floating-point numbers."""
+gemm_planes = tuple(map(_gemm_planes, (4, 8, 16)))
+"""The same with those of 8 bits."""
 gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
 gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)

@@ -36,10 +36,11 @@ ROUTING = {
 }
 """The same of a mixture of experts."""
 EXPERTS = {
-    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 8)},
-    op.MINIMUMS: {4: _named("units.experts.multiply_experts_minimums_4")},
+    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 5, 8)},
+    op.MINIMUMS: {bits: _named(f"units.experts.multiply_experts_minimums_{bits}") for bits in (4, 5)},
     op.TWO_LEVELS: {bits: _named(f"units.experts.multiply_experts_two_levels_{bits}") for bits in (4, 6)},
     op.FLOATS: {4: _named("units.experts.multiply_experts_floats")},
+    op.FLOATS_8: {8: _named("units.experts.multiply_experts_floats_8")},
 }
 """Products with experts, by the form and the bits of their matrices; those of trellises by their bits."""
 TRELLIS_EXPERTS = {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)}
@@ -50,22 +51,30 @@ norm_inplace = _named("units.inputs.norm_inplace")
 UNIFORM = {
     3: _named("units.products.multiply_uniform_3"),
     4: _named("units.products.multiply_uniform_4"),
+    5: _named("units.products.multiply_uniform_5"),
     8: _named("units.products.multiply_uniform_8"),
 }
 """Products with matrices, by their bits; so are the next."""
-MINIMUMS = {4: _named("units.products.multiply_minimums_4")}
+MINIMUMS = {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)}
 FLOATS = {4: _named("units.products.multiply_floats")}
+FLOATS_8 = {8: _named("units.products.multiply_floats_8")}
 TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
-BY_FORM = {op.NO_MINIMUMS: UNIFORM, op.MINIMUMS: MINIMUMS, op.TWO_LEVELS: TWO_LEVELS, op.FLOATS: FLOATS}
+BY_FORM = {
+    op.NO_MINIMUMS: UNIFORM,
+    op.MINIMUMS: MINIMUMS,
+    op.TWO_LEVELS: TWO_LEVELS,
+    op.FLOATS: FLOATS,
+    op.FLOATS_8: FLOATS_8,
+}
 """All of these, by their form."""
 CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
 TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
 W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
 REPACK_UNIFORM = {
     3: _named("units.repacking.repack_uniform_3"),
-    **dict.fromkeys((4, op.SIX), _named("units.repacking.repack_uniform_4")),
+    **dict.fromkeys((4, op.FIVE, op.SIX), _named("units.repacking.repack_uniform_4")),
 }
-"""Repacking of a matrix, by its bits; at 6 of its lower four."""
+"""Repacking of a matrix, by its bits; at 5 and 6 of its lower four."""
 REPACK_CODEBOOK = {3: _named("units.repacking.repack_codebook_3"), 4: _named("units.repacking.repack_codebook_4")}
 """Repacking of a matrix with codebooks."""
 COMPENSATE = {bits: _named(f"units.products.compensate_{bits}") for bits in (2, 4, 8, 16)}

@@ -88,9 +88,12 @@ from runtime.backends.cpu.units.products import (
     compensate_row,
     one_3,
     one_4,
+    one_5,
     one_8,
     one_floats,
+    one_floats_8,
     one_minimums_4,
+    one_minimums_5,
     one_trellis_2,
     one_trellis_3,
     one_trellis_4,
@@ -98,9 +101,12 @@ from runtime.backends.cpu.units.products import (
     one_two_levels_6,
     several_3,
     several_4,
+    several_5,
     several_8,
     several_floats,
+    several_floats_8,
     several_minimums_4,
+    several_minimums_5,
     several_trellis_2,
     several_trellis_3,
     several_trellis_4,
@@ -475,6 +481,12 @@ def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int
 
 
 @compiled_unit
+def multiply_experts_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: uniform codes of 5 bits."""
+    _multiply(one_5, several_5, i, control, part, parts, scratch)
+
+
+@compiled_unit
 def multiply_experts_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: codes of 8 bits."""
     _multiply(one_8, several_8, i, control, part, parts, scratch)
@@ -484,6 +496,12 @@ def multiply_experts_8(i: int, control: int, part: int, parts: int, scratch: int
 def multiply_experts_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: uniform codes of 4 bits with minimums."""
     _multiply(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_minimums_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: uniform codes of 5 bits with minimums."""
+    _multiply(one_minimums_5, several_minimums_5, i, control, part, parts, scratch)
 
 
 @compiled_unit
@@ -502,6 +520,12 @@ def multiply_experts_two_levels_6(i: int, control: int, part: int, parts: int, s
 def multiply_experts_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the EXPERTS instruction at address i: floating-point numbers of 4 bits."""
     _multiply(one_floats, several_floats, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_experts_floats_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the EXPERTS instruction at address i: floating-point numbers of 8 bits."""
+    _multiply(one_floats_8, several_floats_8, i, control, part, parts, scratch)
 
 
 @compiled_unit

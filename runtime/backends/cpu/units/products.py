@@ -27,13 +27,16 @@ from runtime.backends.cpu.kernels.compensate import (
 )
 from runtime.backends.cpu.kernels.gemm import (
     Tile,
+    gemm_5,
     gemm_entries_tile_4,
     gemm_entries_tile_8,
     gemm_entries_tile_16,
     gemm_floats,
+    gemm_minimums_5,
     gemm_minimums_tile_4,
     gemm_minimums_tile_8,
     gemm_minimums_tile_16,
+    gemm_planes,
     gemm_tile_3x4,
     gemm_tile_3x8,
     gemm_tile_3x16,
@@ -49,8 +52,11 @@ from runtime.backends.cpu.kernels.gemm import (
     gemv_codebook_tile_4,
     gemv_floats_tile,
     gemv_minimums_tile_4,
+    gemv_minimums_tile_5,
+    gemv_planes_tile,
     gemv_tile_3,
     gemv_tile_4,
+    gemv_tile_5,
     gemv_tile_8,
     gemv_two_levels_tile_4,
     gemv_two_levels_tile_6,
@@ -311,11 +317,14 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
 
 one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
 one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
+one_5, several_5 = _uniform(5, gemv_tile_5, *gemm_5)
+one_minimums_5, several_minimums_5 = _uniform(5, gemv_minimums_tile_5, *gemm_minimums_5, zero_bytes=2)
 one_8, several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
 one_minimums_4, several_minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
 one_floats, several_floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
+one_floats_8, several_floats_8 = _uniform(8, gemv_planes_tile, *gemm_planes, scale_bytes=4)
 one_two_levels_4, several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
 one_two_levels_6, several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
 _one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
@@ -386,6 +395,12 @@ def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int
 
 
 @compiled_unit
+def multiply_uniform_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: uniform codes of 5 bits."""
+    multiply_linear(one_5, several_5, i, control, part, parts, scratch)
+
+
+@compiled_unit
 def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: codes of 8 bits."""
     multiply_linear(one_8, several_8, i, control, part, parts, scratch)
@@ -398,9 +413,21 @@ def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: in
 
 
 @compiled_unit
+def multiply_minimums_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: uniform codes of 5 bits with minimums."""
+    multiply_linear(one_minimums_5, several_minimums_5, i, control, part, parts, scratch)
+
+
+@compiled_unit
 def multiply_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
     """Run the LINEAR instruction at address i: floating-point numbers of 4 bits."""
     multiply_linear(one_floats, several_floats, i, control, part, parts, scratch)
+
+
+@compiled_unit
+def multiply_floats_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+    """Run the LINEAR instruction at address i: floating-point numbers of 8 bits."""
+    multiply_linear(one_floats_8, several_floats_8, i, control, part, parts, scratch)
 
 
 @compiled_unit

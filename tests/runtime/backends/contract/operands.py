@@ -8,7 +8,7 @@ import torch
 from models.packed import PackedLinear
 from models.packing import pack
 from models.quantizers.progressive import LARGEST_GROUP_SCALE
-from models.recipe import FLOATS, GGUF_GROUPS, KEPT_BITS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import FLOATS, FLOATS_8, KEPT_BITS, MINIMUMS, OWN_GROUPS, SUPER_GROUP, TWO_LEVELS, ZERO_POINTS
 
 
 def activations(rows: int, K: int, seed: int = 0) -> torch.Tensor:
@@ -71,15 +71,17 @@ def whole_matrix(N: int, K: int, group: int, *, largest: bool = False) -> Packed
 
 
 def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
-    """A matrix of weights that are kept as a GGUF file has them: all codes, scales of both signs, far minimums."""
+    """A matrix of weights that are kept as a source has them: all codes, scales of both signs, far minimums."""
     rng = np.random.default_rng([N, K])
-    bits, group_size, two_levels = KEPT_BITS[kind], GGUF_GROUPS[kind], kind in TWO_LEVELS
+    bits, group_size, two_levels = KEPT_BITS[kind], OWN_GROUPS[kind], kind in TWO_LEVELS
     G, shape = K // group_size, (N, K // (SUPER_GROUP if two_levels else group_size))
     codes = rng.integers(0, 1 << bits, (N, K), dtype=np.uint8)
     scales, minimums = rng.standard_normal(shape).astype(np.float16), rng.standard_normal(shape).astype(np.float16)
     scales[:: N // 2, 0] = 0
     if kind == FLOATS:
         scales = rng.integers(110, 130, shape, dtype=np.uint8)
+    if kind == FLOATS_8:
+        scales, codes = scales.astype(np.float32) / 64, codes - np.uint8(codes % 128 == 127)  # else no number
     levels = rng.integers(-128, 128, (2, N, G), dtype=np.int8)
     return PackedLinear(
         name="layers.0.o",
@@ -88,8 +90,8 @@ def kept_matrix(kind: str, N: int, K: int) -> PackedLinear:
         group_size=group_size,
         codes=pack(codes, bits),
         scales=scales,
-        zeros=np.full((N, G), 8, np.uint8) if kind == "Q4_0" else None,
-        minimums=minimums * np.float16(8) if kind == "Q4_1" or two_levels else None,
+        zeros=np.full((N, G), ZERO_POINTS[kind], np.uint8) if kind in ZERO_POINTS else None,
+        minimums=minimums * np.float16(8) if kind in MINIMUMS or two_levels else None,
         group_scales=levels[0] if two_levels else None,
         group_minimums=levels[1] if two_levels else None,
         bias=rng.standard_normal(N).astype(np.float32),

@@ -14,7 +14,7 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
-from models.recipe import FLOATS, GGUF_GROUPS, SUPER_GROUP, TWO_LEVELS
+from models.recipe import FLOATS, FLOATS_8, OWN_GROUPS, SUPER_GROUP, TWO_LEVELS
 from runtime.backends.operations.linear import (
     dequantize,
     dequantize_groups,
@@ -71,12 +71,12 @@ def test_product(
     assert_close(kernels.product(linear, x), expected, kernels.product_tolerance(M))
 
 
-@pytest.mark.parametrize("kind", GGUF_GROUPS)
+@pytest.mark.parametrize("kind", OWN_GROUPS)
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 33, 576), (3, 40, 64), (8, 16, 1056), (17, 70, 544)], ids=str)
-def test_product_with_weights_as_a_file_has_them(kernels: Kernels, kind: str, M: int, N: int, K: int) -> None:
-    if kind in (*TWO_LEVELS, FLOATS) and not kernels.all_kept:
+def test_product_with_weights_as_a_source_has_them(kernels: Kernels, kind: str, M: int, N: int, K: int) -> None:
+    if kind in (*TWO_LEVELS, FLOATS, FLOATS_8, "Q5_0", "Q5_1") and not kernels.all_kept:
         pytest.skip("the GPU backend refuses such models (`runtime.backends.triton.backend`)")
-    K += -K % SUPER_GROUP if kind in TWO_LEVELS else 0
+    K += -K % (SUPER_GROUP if kind in TWO_LEVELS else OWN_GROUPS[kind])
     linear = kept_matrix(kind, N, K)
     x = exact_activations(M, K, linear.group_size)
     assert linear.bias is not None
