@@ -1,7 +1,7 @@
 """Products of linear layers and of the experts of a mixture, with their compensation beside them.
 
-The compensation of a few rows runs on the second stream concurrently with the product, and what reads the output adds
-the two: the bits do not depend on where that is done.
+The compensation of a row is part of the product's launch, or it runs on the second stream concurrently, as that of a
+few rows does. What reads the output adds the two: the bits do not depend on where that is done.
 
 In a mixture, a row and one of its experts are a pair. A few rows (a decoded token, drafts, a batch) run pair by pair, a
 prompt's pairs in groups of one expert (`runtime.backends.triton.kernels.experts`). A few rows of a prompt fetch the

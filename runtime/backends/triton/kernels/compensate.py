@@ -16,7 +16,8 @@ concurrent product uses; asynchronous copies of 16 bytes do the same. The altern
 each separately requested sector, and only protects from writes that never happen.
 
 Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. The order does not
-depend on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
+depend on n_tb or on whether selection and fetch share a launch, with each other or with the product, so all variants
+give the same bits. The tree follows from the number of warps, which is the same in all of them.
 
 Salient channels of neighbouring tokens are largely the same, so several rows fetch the *union* of what they chose: a
 program per chunk of 1024 channels marks what the rows chose and numbers it, a few programs for each chunk copy these
@@ -60,7 +61,7 @@ from runtime.backends.triton.sizes import BYTE
 from runtime.backends.triton.workspace import Workspace, capability, leave_room
 
 ROWS = 16
-"""Residual rows per tile: with 128 threads, 16 bytes each."""
+"""Residual rows per tile: 16 bytes for each of 128 threads, or twice for each of 64."""
 DEPTH = 6
 """Pipeline stages of the fetch: one for the channels, which are the addresses, four for their words, one to add."""
 _CHUNK, _LINE = tl.constexpr(CHUNK), tl.constexpr(LINE_WORDS)
@@ -87,7 +88,7 @@ class LaunchConfig:
     n_tb: int
     """Programs that fetch a row; programs beyond the number of 128-byte lines are idle in the fetch."""
     fused: bool
-    """Whether one cooperative launch does everything, for one row; otherwise one launch selects and one fetches. Under
+    """Whether one launch does everything, for one row; otherwise one launch selects and one fetches. Under
     the interpreter, which runs programs one after another, only with n_tb = 1."""
     product: Product | None = None
     """The product with the same row, if it is part of that launch."""
@@ -214,14 +215,14 @@ def _fetch_rows(chosen, residual, output, k, N, program, programs, fetch: tl.con
 
 @triton.jit
 def _wait_for_all(counters_ptr, programs):
-    """Grid barrier: wait for every program of the launch. counters: int32 [2], arrived and departed programs.
+    """Barrier between the first programs of a grid, or all of them. counters: int32 [2], arrived and departed programs.
 
     What this program wrote is ordered before its arrival: the block's own barrier puts all its threads' writes before
     the one thread that counts, and that thread's release makes them visible to the whole GPU. The wait ends with an
     acquire in that same thread, which also empties the multiprocessor's first-level cache, and the block's barrier
     passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
     reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
-    the same time, so the wait ends. Should it not, because counters were left wrong, a program gives up after seconds
+    the same time, so the wait ends; for others see `_compensated_kernel`. Should it not, because counters were left wrong, a program gives up after seconds
     and stops the launch with a message: a device that hangs could say nothing.
     """
     tl.debug_barrier()
