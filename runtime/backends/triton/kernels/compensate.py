@@ -222,8 +222,8 @@ def _wait_for_all(counters_ptr, programs):
     acquire in that same thread, which also empties the multiprocessor's first-level cache, and the block's barrier
     passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
     reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
-    the same time, so the wait ends; for others see `_compensated_kernel`. Should it not, because counters were left wrong, a program gives up after seconds
-    and stops the launch with a message: a device that hangs could say nothing.
+    the same time, so the wait ends; for others see `_compensated_kernel`. Should it not, because counters were left
+    wrong, a program gives up after seconds and stops the launch with a message: a device that hangs could say nothing.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
