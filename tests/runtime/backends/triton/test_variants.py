@@ -21,8 +21,8 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "gemma-4-e2b-4bit": (27, 28, 528),
     "gemma-4-26b-a4b-4bit": (40, 43, 572),
     "llama-3-8b-trellis": (17, 18, 322),
-    "qwen3.5-4b-trellis": (24, 25, 322),
-    "gemma-4-e2b-trellis": (29, 30, 528),
+    "qwen3.5-4b-trellis": (24, 24, 322),
+    "gemma-4-e2b-trellis": (29, 29, 528),
 }
 """Kernels over INT4, the same where the rows of prompts are compensated together, and launches of a token.
 
