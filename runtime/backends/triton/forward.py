@@ -4,10 +4,10 @@ A kernel may do more than its node: the addition of an output to the residual st
 so is the beginning of the stream. Attention is three launches, of which the first has norms, rotations and the append.
 Launches are asynchronous and never wait for the host, so that a whole step can be captured in a CUDA graph.
 
-A linear layer's compensation runs on a second stream concurrently with the base product and writes to a separate
-buffer; the kernel that reads the layer's output adds the two. So the result does not depend on which finishes first.
-For prompts, whose rows share their compensation, residuals are copied on that stream, and their product follows the
-base product.
+A linear layer's compensation runs in the base product's launch, or concurrently on a second stream, and writes to a
+separate buffer; the kernel that reads the layer's output adds the two. So the result does not depend on which finishes
+first. For prompts, whose rows share their compensation, residuals are copied on that stream, and their product follows
+the base product.
 
 Source: QDEC §4.1 (Fig. 6), §4.3.
 """

@@ -1,7 +1,7 @@
 """Products of linear layers and of the experts of a mixture, with their compensation beside them.
 
-The compensation of a few rows runs on the second stream concurrently with the product, and what reads the output adds
-the two: the bits do not depend on where that is done.
+The compensation of a row is part of the product's launch, or it runs on the second stream concurrently, as that of a
+few rows does. What reads the output adds the two: the bits do not depend on where that is done.
 
 In a mixture, a row and one of its experts are a pair. A few rows (a decoded token, drafts, a batch) run pair by pair, a
 prompt's pairs in groups of one expert (`runtime.backends.triton.kernels.experts`). A few rows of a prompt fetch the
@@ -11,6 +11,7 @@ residuals of their own experts, for the channels that prompts share; more rows u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,10 +20,11 @@ from runtime.backends.decoder import CompensationMode
 from runtime.backends.triton.buffers import Buffers, RoutingBuffers, Value
 from runtime.backends.triton.experts import GpuExperts
 from runtime.backends.triton.kernels.activations import Tokens, rotate
-from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, compensate_experts
+from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, compensate_experts, in_one
 from runtime.backends.triton.kernels.experts import Groups, block_of, few, group, many, sum_up
 from runtime.backends.triton.kernels.gate import gate
 from runtime.backends.triton.kernels.gemm import gemm
+from runtime.backends.triton.kernels.gemv import prepare
 from runtime.backends.triton.kernels.residual_gemm import multiply_experts
 from runtime.backends.triton.kernels.routing import Routed, route
 from runtime.backends.triton.kernels.select import Selection
@@ -72,15 +74,25 @@ def compensated_product(
     *,
     copied: torch.Tensor | None = None,
 ) -> None:
-    """The base product of a layer with residual and selection, and its compensation (`_beside`, `LaunchConfig`)."""
+    """The base product of a layer with residual and selection, and its compensation.
+
+    Of one row both are one launch where `in_one` says so, else one runs beside the other (`_beside`).
+    """
+    weight, selection, residual = linear.weight, linear.selection, linear.residual
+    assert selection is not None
+    assert residual is not None
     fused = dec is not None and buffers.alone is None and x.tensor.shape[0] == 1
     config = LaunchConfig(n_tb=linear.n_tb, fused=fused, copied=copied)
+    rest = {"flag": buffers.flag, "positions": positions}
+    if dec is not None and fused and isinstance(weight, GpuLinear) and in_one(weight, residual):
+        assert not isinstance(x.left, Tokens)
+        ready = prepare(_read(weight, x, buffers), weight, out, buffers.main, sums=x.left)
+        config = replace(config, product=ready)
+        compensate(x.tensor, selection, residual, Output(dec), config, buffers.side, **rest)
+        return
 
     def compensation(output: Output, workspace: Workspace) -> None:
-        assert linear.selection is not None
-        assert linear.residual is not None
-        rest = {"flag": buffers.flag, "positions": positions}
-        compensate(x.tensor, linear.selection, linear.residual, output, config, workspace, **rest)
+        compensate(x.tensor, selection, residual, output, config, workspace, **rest)
 
     _beside(partial(product, linear, x, out, buffers), compensation, out, dec, buffers, side)
 

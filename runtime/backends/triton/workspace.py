@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-RESERVED_KIB = 32
-"""Shared memory to reserve per multiprocessor while a product runs: a block of compensation takes 16 KiB, those of a
-product under 2 KiB each (`make kernels`)."""
+RESERVED_KIB = {"product": 32, "compensation": 32, "both": 96}
+"""Shared memory to reserve per multiprocessor, by kernel. While a product runs: a block of compensation takes 16 KiB,
+those of a product under 2 KiB each (`make kernels`); of both in one launch six blocks, each of 14 KiB."""
 _PREFERRED_CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver, in percent of the maximum."""
 
@@ -82,7 +82,7 @@ def sm_count(device: torch.device) -> int:
 
 logger = logging.getLogger(__name__)
 
-Kernel = Literal["product", "compensation"]
+Kernel = Literal["product", "compensation", "both"]
 _asked: dict[tuple[int, torch.device], Kernel] = {}
 """Functions that have asked, and for which kernel."""
 
@@ -97,12 +97,12 @@ def leave_room(launched: Any, device: torch.device, kernel: Kernel) -> None:
     if function is None or device.type != "cuda" or (function, device) in _asked:
         return
     _asked[function, device] = kernel
-    _ask(function, _percent(device))
+    _ask(function, _percent(device, kernel))
 
 
-def _percent(device: torch.device) -> int:
+def _percent(device: torch.device, kernel: Kernel) -> int:
     most = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // 1024
-    return -(-100 * RESERVED_KIB // most)
+    return -(-100 * RESERVED_KIB[kernel] // most)
 
 
 def _ask(function: int, percent: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from runtime.backends.triton import workspace
 from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
-from runtime.backends.triton.kernels.gemv import few_rows
+from runtime.backends.triton.kernels.gemv import Product, few_rows, prepare
 from runtime.backends.triton.kernels.select import Selection, make_selection
 from runtime.backends.triton.layout import GpuLinear, repack
 from runtime.backends.triton.residual import residuals_to_device
@@ -26,8 +26,9 @@ from tests.runtime.backends.triton.operands import dequantize
 
 TOLERANCE = 5e-3
 """Largest error of a product, relative to its largest output: dequantized weights are rounded to half precision."""
-Order = Literal["compensation first", "product first"]
-ORDERS: tuple[Order, ...] = ("compensation first", "product first")
+Order = Literal["one launch", "compensation first", "product first"]
+ORDERS: tuple[Order, ...] = ("one launch", "compensation first", "product first")
+"""One launch of both, or the order of two on two streams."""
 PRIORITIES = {"high": -1, "normal": 0}
 """Of the second stream, as CUDA counts them."""
 RESERVED = ("product", "compensation")
@@ -100,7 +101,7 @@ def request(kernel: workspace.Kernel, *, asked: bool) -> None:
     """Let every such kernel launched so far ask for shared memory, or leave the division to the driver (-1)."""
     for (function, device), own in workspace._asked.items():
         if own == kernel:
-            workspace._ask(function, workspace._percent(device) if asked else -1)
+            workspace._ask(function, workspace._percent(device, own) if asked else -1)
 
 
 class CompensatedLayer:
@@ -157,24 +158,37 @@ class CompensatedLayer:
 
     def product(self, copy: int = 0, row: int | None = None) -> None:
         """The base product, of what was put in or of another row of activations."""
-        x, sums = (self.x, self.sums) if row is None else (self.rows[row : row + 1], self.row_sums[row : row + 1])
+        x, sums = self._input(row)
         few_rows(x, self.weights[copy], self.out, self.main, sums=sums)
 
-    def compensation(self, n_tb: int, *, fused: bool = True, row: int = 0, selection: Selection | None = None) -> None:
+    def _input(self, row: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if row is None:
+            return self.x, self.sums
+        return self.rows[row : row + 1], self.row_sums[row : row + 1]
+
+    def compensation(
+        self, n_tb: int, *, fused: bool = True, row: int = 0, selection: Selection | None = None,
+        product: Product | None = None,
+    ) -> None:  # fmt: skip
         """Selection, fetch and product of the residuals; another selection takes rows of activations as they are."""
-        config, x = LaunchConfig(n_tb=n_tb, fused=fused), self.x if selection is None else self.rows[row : row + 1]
+        config = LaunchConfig(n_tb=n_tb, fused=fused, product=product)
+        x = self.x if selection is None else self.rows[row : row + 1]
         compensate(x, selection or self.selection, self.residual, Output(self.dec), config, self.side_space)
 
     def both(
         self,
         n_tb: int,
-        order: Order = "compensation first",
+        order: Order = "one launch",
         copy: int = 0,
         row: int | None = None,
         selection: Selection | None = None,
     ) -> None:
-        """Both, on two streams where there are some; done when the current stream is."""
+        """Both, in one launch or on two streams where there are some; done when the current stream is."""
         compensation = partial(self.compensation, n_tb, row=row or 0, selection=selection)
+        if order == "one launch":
+            x, sums = self._input(row)
+            compensation(product=prepare(x, self.weights[copy], self.out, self.main, sums=sums))
+            return
         if self.side is None:
             compensation()
             self.product(copy, row)

@@ -15,7 +15,7 @@ from tests.lab.gpu.layers import ORDERS, RESERVED, CompensatedLayer
 from tests.lab.gpu.record import Part, Row
 from tests.lab.gpu.sizes import Sizes
 
-USED: Row = {"priority": "high", "reserved": "product, compensation", "order": "compensation first"}
+USED: Row = {"priority": "high", "reserved": "product, compensation", "order": "one launch"}
 """The arrangement that the program uses, which is judged."""
 _N_TBS = (4, 8)
 

@@ -16,7 +16,8 @@ concurrent product uses; asynchronous copies of 16 bytes do the same. The altern
 each separately requested sector, and only protects from writes that never happen.
 
 Every output is summed in one order: ROWS partial sums over the rows in steps of ROWS, then one tree. The order does not
-depend on n_tb or on whether selection and fetch share a launch, so all variants give the same bits.
+depend on n_tb or on whether selection and fetch share a launch, with each other or with the product, so all variants
+give the same bits. The tree follows from the number of warps, which is the same in all of them.
 
 Salient channels of neighbouring tokens are largely the same, so several rows fetch the *union* of what they chose: a
 program per chunk of 1024 channels marks what the rows chose and numbers it, a few programs for each chunk copy these
@@ -38,23 +39,29 @@ import triton
 import triton.language as tl
 
 from runtime.backends.operations.channels import CHUNK
+from runtime.backends.triton.kernels.codes import Form
 from runtime.backends.triton.kernels.experts import Choice
+from runtime.backends.triton.kernels.gemv import WARPS, Product, write_part
+from runtime.backends.triton.kernels.gemv import options as product_options
 from runtime.backends.triton.kernels.select import (
     MODES,
     NUM_WARPS,
     RANDOM,
     Chosen,
+    Search,
     Selection,
     Source,
     check_input,
     select,
     select_chunk,
 )
+from runtime.backends.triton.layout import GpuLinear
 from runtime.backends.triton.residual import LINE_WORDS, GpuResidual
-from runtime.backends.triton.workspace import Workspace, leave_room
+from runtime.backends.triton.sizes import BYTE
+from runtime.backends.triton.workspace import Workspace, capability, leave_room
 
 ROWS = 16
-"""Residual rows per tile: with 128 threads, 16 bytes each."""
+"""Residual rows per tile: 16 bytes for each of 128 threads, or twice for each of 64."""
 DEPTH = 6
 """Pipeline stages of the fetch: one for the channels, which are the addresses, four for their words, one to add."""
 _CHUNK, _LINE = tl.constexpr(CHUNK), tl.constexpr(LINE_WORDS)
@@ -81,8 +88,10 @@ class LaunchConfig:
     n_tb: int
     """Programs that fetch a row; programs beyond the number of 128-byte lines are idle in the fetch."""
     fused: bool
-    """Whether one cooperative launch does everything, for one row; otherwise one launch selects and one fetches. Under
+    """Whether one launch does everything, for one row; otherwise one launch selects and one fetches. Under
     the interpreter, which runs programs one after another, only with n_tb = 1."""
+    product: Product | None = None
+    """The product with the same row, if it is part of that launch."""
     copied: torch.Tensor | None = None
     """int32, memory on the device in which several rows share what they fetch, where it suffices
     (`runtime.backends.triton.kernels.compensate`); None: each fetches for itself."""
@@ -100,6 +109,17 @@ class Output(NamedTuple):
 
     out: Any  # float32 [M, N], contiguous; overwritten
     base: Any = None  # float32 [M, N], contiguous, added to the result; may be `out` itself. None: nothing.
+
+
+class Row(NamedTuple):
+    """A row, and what compensates it."""
+
+    source: Source
+    chosen: Chosen
+    search: Search
+    residual: Residual
+    output: Output
+    counters: Any  # int32 [2], of `_wait_for_all` and `_leave`
 
 
 class Fetch(NamedTuple):
@@ -168,7 +188,7 @@ def _write_line(total, scales_ptr, output, line, N, BITS: tl.constexpr):
 
 
 @triton.jit
-def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
+def _fetch_rows(chosen, residual, output, k, N, program, programs, fetch: tl.constexpr):
     """This program's lines of one row of x: out [N] = base + sum of the chosen activations times residual rows.
 
     One flat loop over the tiles of all its lines: a line's first tile does not wait for the end of the line before.
@@ -176,8 +196,9 @@ def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
     BITS: tl.constexpr = fetch.BITS
     ROWS: tl.constexpr = fetch.ROWS
     DEPTH: tl.constexpr = fetch.DEPTH
-    share = tl.cdiv(lines, tl.num_programs(0))
-    first = tl.program_id(0) * share
+    lines = tl.cdiv(N, _LINE * (32 // BITS))
+    share = tl.cdiv(lines, programs)
+    first = program * share
     tiles = tl.cdiv(k, ROWS)
     total = tiles * tl.maximum(tl.minimum(share, lines - first), 0)
     sums = tl.zeros([ROWS, _LINE, 32 // BITS], tl.float32)
@@ -193,18 +214,17 @@ def _fetch_rows(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_all(counters_ptr):
-    """Grid barrier: wait for every program of the launch. counters: int32 [2], arrived and departed programs.
+def _wait_for_all(counters_ptr, programs):
+    """Barrier between the first programs of a grid, or all of them. counters: int32 [2], arrived and departed programs.
 
     What this program wrote is ordered before its arrival: the block's own barrier puts all its threads' writes before
     the one thread that counts, and that thread's release makes them visible to the whole GPU. The wait ends with an
     acquire in that same thread, which also empties the multiprocessor's first-level cache, and the block's barrier
     passes that on to the other threads; so what is read after it is what all programs wrote. No compiler moves those
     reads up: to all of them, atomics and barriers write memory. Cooperative launch guarantees that all programs run at
-    the same time, so the wait ends. Should it not, because counters were left wrong, a program gives up after seconds
-    and stops the launch with a message: a device that hangs could say nothing.
+    the same time, so the wait ends; for others see `_compensated_kernel`. Should it not, because counters were left
+    wrong, a program gives up after seconds and stops the launch with a message: a device that hangs could say nothing.
     """
-    programs = tl.num_programs(0)
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
     looks = 0
@@ -216,20 +236,20 @@ def _wait_for_all(counters_ptr):
 
 
 @triton.jit
-def _leave(counters_ptr):
+def _leave(counters_ptr, programs):
     """Reset both counters once every program has passed the barrier.
 
     The last program to leave does it: no other touches the counters any more, and the next launch on the stream starts
     after this one. Nothing of that needs the CPU, so a captured graph replays it.
     """
     left = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") + 1
-    if left == tl.num_programs(0):
+    if left == programs:
         tl.store(counters_ptr, 0)
         tl.store(counters_ptr + 1, 0)
 
 
-@triton.jit(do_not_specialize=["k", "N", "lines"])
-def _fetch_kernel(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
+@triton.jit(do_not_specialize=["k", "N"])
+def _fetch_kernel(chosen, residual, output, k, N, fetch: tl.constexpr):
     """Program (p, m) of n_tb x M writes its lines of row m. codes [K, lines * 32], chosen [M, k], out [M, N]."""
     row = tl.program_id(1).to(tl.int64)
     chosen = Chosen(chosen.channels + row * k, chosen.x + row * k, chosen.flag)
@@ -237,26 +257,48 @@ def _fetch_kernel(chosen, residual, output, k, N, lines, fetch: tl.constexpr):
         output = Output(output.out + row * N, output.base)
     else:
         output = Output(output.out + row * N, output.base + row * N)
-    _fetch_rows(chosen, residual, output, k, N, lines, fetch)
+    _fetch_rows(chosen, residual, output, k, N, tl.program_id(0), tl.num_programs(0), fetch)
 
 
-@triton.jit(do_not_specialize=["k", "k_chunk", "stream", "N", "lines"])
-def _compensate_kernel(
-    source, chosen, search, residual, output, counters_ptr, k, k_chunk, stream, N, lines, fetch: tl.constexpr
-):
-    """Selection, barrier between all n_tb programs, fetch and product of one row. x [K], chosen [k].
-
-    Twelve parameters: five of them are numbers that must not each make a kernel of their own, which can't be told so
-    inside a tuple.
-    """
+@triton.jit
+def _compensate_row(row, k_chunk, stream, N, program, programs, fetch: tl.constexpr):
+    """Selection, barrier between some programs, fetch and product of one `Row`: x [K], chosen [k]."""
     position = tl.full([], 0, tl.int32)
     if fetch.MODE == RANDOM:
-        position = tl.load(source.positions)
-    for chunk in range(tl.program_id(0), tl.cdiv(search.K, _CHUNK), tl.num_programs(0)):
-        select_chunk(source, chosen, search, chunk, k_chunk, stream, position, fetch.MODE)
-    _wait_for_all(counters_ptr)
-    _fetch_rows(chosen, residual, output, k, N, lines, fetch)
-    _leave(counters_ptr)
+        position = tl.load(row.source.positions)
+    K = row.search.K
+    for chunk in range(program, tl.cdiv(K, _CHUNK), programs):
+        select_chunk(row.source, row.chosen, row.search, chunk, k_chunk, stream, position, fetch.MODE)
+    _wait_for_all(row.counters, programs)
+    k = K // _CHUNK * k_chunk + tl.cdiv(K % _CHUNK * k_chunk, _CHUNK)  # `total_budget`
+    _fetch_rows(row.chosen, row.residual, row.output, k, N, program, programs, fetch)
+    _leave(row.counters, programs)
+
+
+@triton.jit(do_not_specialize=["k_chunk", "stream", "N"])
+def _compensate_kernel(row, k_chunk, stream, N, fetch: tl.constexpr):
+    """Program p of n_tb compensates a row's share."""
+    _compensate_row(row, k_chunk, stream, N, tl.program_id(0), tl.num_programs(0), fetch)
+
+
+@triton.jit(do_not_specialize=["biased", "split", "n_tb", "k_chunk", "stream"])
+def _compensated_kernel(
+    given, results, biased, split, row, n_tb, k_chunk, stream,
+    form: tl.constexpr, tile: tl.constexpr, fetch: tl.constexpr,
+):  # fmt: skip
+    """Program p < n_tb compensates a row's share; those behind multiply, as programs (i, j) of `gemv` do.
+
+    The launch is not cooperative, as it has more programs than find room at once. Whoever multiplies waits for nobody
+    and ends. So whatever order a card begins programs in, all n_tb find a place, and the wait for them ends: those that
+    wait hold n_tb - 1 places at most, of at least four times as many as there are multiprocessors.
+    """
+    program = tl.program_id(0)
+    if program < n_tb:
+        _compensate_row(row, k_chunk, stream, given.matrix.N, program, n_tb, fetch)
+    else:
+        across = tl.cdiv(given.matrix.N, tile.BLOCK_N)
+        place = program - n_tb
+        write_part(given, results, biased, place % across, place // across, split, form, tile)
 
 
 def compensate(
@@ -295,15 +337,12 @@ def compensate(
     rows, k, copied = x.shape[0], selection.k, config.copied
     indices, values, spare = _room_for(rows, k, workspace)
     flag = spare if flag is None else flag
-    codes, sizes = Residual(residual.codes, residual.scales), (residual.shape[0], residual.lines)
+    codes, N = Residual(residual.codes, residual.scales), residual.shape[0]
     if config.fused:
-        launched = _compensate_kernel[(config.n_tb,)](
-            Source(x, selection.channels, positions), Chosen(indices, values, flag), selection.search, codes, output,
-            workspace.counters(2), k, selection.k_chunk, selection.stream, *sizes,
-            fetch=Fetch(MODE=MODES[selection.mode], BITS=residual.bits), num_warps=NUM_WARPS,
-            launch_cooperative_grid=True, **STOPS,
-        )  # fmt: skip
-        leave_room(launched, x.device, "compensation")
+        source, chosen = Source(x, selection.channels, positions), Chosen(indices, values, flag)
+        row = Row(source, chosen, selection.search, codes, output, workspace.counters(2))
+        fetch = Fetch(MODE=MODES[selection.mode], BITS=residual.bits)
+        _launch(row, (selection.k_chunk, selection.stream), N, config, fetch)
         return
     select(x, selection, indices, values, flag, positions=positions)
     shared = rows > 1 and copied is not None and selection.chunks * room_of(selection, rows) * residual.codes.shape[1]
@@ -312,9 +351,42 @@ def compensate(
         fetch_union(indices, selection, residual, there, workspace)
         codes = Residual(there, residual.scales)
     launched = _fetch_kernel[(config.n_tb, rows)](
-        Chosen(indices, values, None), codes, output, k, *sizes, fetch=Fetch(BITS=residual.bits), num_warps=NUM_WARPS
+        Chosen(indices, values, None), codes, output, k, N, fetch=Fetch(BITS=residual.bits), num_warps=WARPS
     )
     leave_room(launched, x.device, "compensation")
+
+
+def in_one(weight: GpuLinear, residual: GpuResidual) -> bool:
+    """Whether one launch multiplies a row and compensates it.
+
+    By compiled registers: where as many programs find room as of the product alone (`gemv.resident`). Two launches on
+    two streams are left to residuals of 2 bits and to codebooks, and to what `gemv` does not multiply.
+    """
+    return weight.bits < BYTE and weight.kind != "codebook" and residual.bits > 2
+
+
+def options(form: Form, major: int) -> dict[str, int]:
+    """Further options of the compiler for a product with its compensation; see `gemv.options`."""
+    if form.KIND == "trellis" and form.BITS < 4 and major >= 10:  # else 180 to 190, which leave room for 4 programs
+        return {"maxnreg": 168}
+    return product_options(1, form, major)
+
+
+def _launch(row: Row, select_by: tuple[int, int], N: int, config: LaunchConfig, fetch: Fetch) -> None:
+    """Compensate a row in one launch, beside its product or alone; `select_by`: k_chunk, and the random stream."""
+    device = row.output.out.device
+    if config.product is None:
+        launched = _compensate_kernel[(config.n_tb,)](
+            row, *select_by, N, fetch=fetch, num_warps=WARPS, launch_cooperative_grid=True, **STOPS
+        )
+        leave_room(launched, device, "compensation")
+        return
+    given, results, biased, across, split, form, tile, _ = config.product
+    launched = _compensated_kernel[(config.n_tb + across * split,)](
+        given._replace(M=None), results, biased, split, row, config.n_tb, *select_by,
+        form=form, tile=tile, fetch=fetch, num_warps=WARPS, num_stages=1, **options(form, capability(device)), **STOPS,
+    )  # fmt: skip
+    leave_room(launched, device, "both")
 
 
 def _room_for(rows: int, k: int, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

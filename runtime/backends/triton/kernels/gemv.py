@@ -115,7 +115,28 @@ class Operands(NamedTuple):
     matrix: Any
     book: Any  # Codebooks of the program's rows, if there are any, pointers [BLOCK_N, 1]
     first_n: Any  # The first 8 rows of every 16 of the tile, int32 [BLOCK_N / 2]
-    M: Any
+    M: Any  # None: one token
+
+
+class Results(NamedTuple):
+    """Where a product goes."""
+
+    out: Any  # float32 [M, N]
+    parts: Any  # float32 [split, M, N], of a split product
+    counters: Any  # int32 [blocks of output channels], how many parts of each have arrived
+
+
+class Product(NamedTuple):
+    """A product, ready to be launched."""
+
+    given: Operands
+    results: Results
+    biased: int
+    across: int  # Blocks of output channels
+    split: int
+    form: Form
+    tile: Tile
+    options: dict[str, int]
 
 
 def resident(M: int, form: Form, major: int) -> int:
@@ -304,29 +325,37 @@ def _gemv_kernel(
     x_ptr, sums_ptr, matrix, biased, out_ptr, parts_ptr, counters_ptr, M, split, form: tl.constexpr, tile: tl.constexpr
 ):
     """Program (i, j): output channels of block i, part j of the input channels, up to BLOCK_M tokens."""
+    given, results = Operands(x_ptr, sums_ptr, matrix, None, None, M), Results(out_ptr, parts_ptr, counters_ptr)
+    write_part(given, results, biased, tl.program_id(0), tl.program_id(1), split, form, tile)
+
+
+@triton.jit
+def write_part(given, results, biased, pid_n, part, split, form: tl.constexpr, tile: tl.constexpr):
+    """Multiply a part of block pid_n's output channels, and write them if it is the last to arrive."""
+    matrix = given.matrix
     N = matrix.N
+    M = 1 if given.M is None else given.M
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
-    pid_n, part = tl.program_id(0), tl.program_id(1)
     offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
-    acc = multiply_part(Operands(x_ptr, sums_ptr, matrix, None, None, M), pid_n, part, split, form, tile)
+    acc = multiply_part(given, pid_n, part, split, form, tile)
     offs_m = tl.arange(0, BLOCK_M)
     at_out = offs_m[None, :] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     bias = tl.load(matrix.bias + offs_n, mask=(offs_n < N) & (biased != 0), other=0.0)[:, None]
     if split == 1:
-        tl.store(out_ptr + at_out, acc + bias, mask)
+        tl.store(results.out + at_out, acc + bias, mask)
     else:
-        tl.store(parts_ptr + part * M * N + at_out, acc, mask)
+        tl.store(results.parts + part * M * N + at_out, acc, mask)
         tl.debug_barrier()  # all of the program's part is written before its arrival is counted
-        if tl.atomic_add(counters_ptr + pid_n, 1, sem="acq_rel") == split - 1:
+        if tl.atomic_add(results.counters + pid_n, 1, sem="acq_rel") == split - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             for other in range(split):
                 # Past the first-level cache, which doesn't see what other multiprocessors write.
-                total += tl.load(parts_ptr + other * M * N + at_out, mask, other=0.0, cache_modifier=".cg")
-            tl.store(out_ptr + at_out, total + bias, mask)
-            tl.store(counters_ptr + pid_n, 0)
+                total += tl.load(results.parts + other * M * N + at_out, mask, other=0.0, cache_modifier=".cg")
+            tl.store(results.out + at_out, total + bias, mask)
+            tl.store(results.counters + pid_n, 0)
 
 
 def few_rows(
@@ -352,6 +381,24 @@ def few_rows(
     Raises:
         BackendError: operands of the wrong type or shape, or too many tokens.
     """
+    given, results, biased, across, split, form, tile, more = prepare(x, weight, out, workspace, config, sums=sums)
+    launched = _gemv_kernel[across, split](
+        given.x, given.sums, given.matrix, biased, *results, given.M, split,
+        form=form, tile=tile, num_warps=WARPS, num_stages=1, **more,
+    )  # fmt: skip
+    leave_room(launched, x.device, "product")
+
+
+def prepare(
+    x: torch.Tensor,
+    weight: GpuLinear,
+    out: torch.Tensor,
+    workspace: Workspace,
+    config: LaunchConfig | None = None,
+    *,
+    sums: torch.Tensor | None = None,
+) -> Product:
+    """What `few_rows` launches, with its arguments; sums that are missing are computed now."""
     check_operands(x, weight, out)
     M, N, K = x.shape[0], weight.shape[0], weight.width
     if M > ROWS:
@@ -368,11 +415,9 @@ def few_rows(
     parts, counters = out, weight.codes  # of the types that a split product has: it shares its kernel
     if split > 1:
         parts, counters = workspace.scratch(split * M * N), workspace.counters(across)
-    launched = _gemv_kernel[across, split](
-        x, sums, matrix_of(weight, out), int(weight.bias is not None), out, parts, counters, M, split,
-        form=form, tile=tile_of(M, form, config.block_n), num_warps=WARPS, num_stages=1, **options(M, form, major),
-    )  # fmt: skip
-    leave_room(launched, x.device, "product")
+    given, results = Operands(x, sums, matrix_of(weight, out), None, None, M), Results(out, parts, counters)
+    tile, biased = tile_of(M, form, config.block_n), int(weight.bias is not None)
+    return Product(given, results, biased, across, split, form, tile, options(M, form, major))
 
 
 def options(M: int, form: Form, major: int) -> dict[str, int]:

@@ -15,17 +15,23 @@ import torch
 import triton.language as tl
 
 from models.packed import PackedLinear
+from models.spec import LAYER_TYPES
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations import channels as budget
 from runtime.backends.operations import compensation as plain
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.backends.triton.kernels import compensate as kernels
+from runtime.backends.triton.kernels.activations import piece_sums, rotate
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
+from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
+from runtime.backends.triton.kernels.gemv import few_rows, prepare
 from runtime.backends.triton.kernels.select import Selection, make_selection, select
+from runtime.backends.triton.layout import repack
 from runtime.backends.triton.residual import GpuResidual, residuals_to_device
 from runtime.backends.triton.workspace import Workspace
 from tests.close import assert_close
 from tests.runtime.backends.contract.operands import activations
+from tests.runtime.backends.trellises import random_trellis
 from tests.runtime.backends.triton.decoding import assert_replayed, step
 from tests.runtime.backends.triton.operands import poisoned
 
@@ -55,7 +61,9 @@ class Layer:
         """The output, written over poison; counters are checked to be zero afterwards."""
         out, base = poisoned(x.shape[0], self.N, device=self.device), more.pop("base", None)
         output = Output(out, None if base is None else base.to(self.device))
-        config = LaunchConfig(n_tb=n_tb, fused=fused, copied=more.pop("copied", None))
+        config = LaunchConfig(
+            n_tb=n_tb, fused=fused, copied=more.pop("copied", None), product=more.pop("product", None)
+        )
         compensate(x.to(self.device), self.selection, self.residual, output, config, self.workspace, **more)
         assert self.workspace.counters(2).tolist() == [0, 0]
         return out.cpu()
@@ -85,6 +93,56 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
     assert_close(expected, one.expected(x), "sums")
     for n_tb in (1, 4, 5, 8):
         assert torch.equal(one.run(x, n_tb=n_tb), expected), n_tb
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "residual_bits", "mode"),
+    [
+        ("uniform", 3, 4, "approx"),
+        ("uniform", 4, 16, "random"),
+        ("trellis", 3, 4, "exact"),
+        ("uniform", 4, 8, "static"),
+    ],
+)
+def test_one_launch_multiplies_and_compensates(
+    packed_linear: Any, device: str, kind: str, bits: int, residual_bits: int, mode: Any
+) -> None:
+    """The bits of two launches, of a product in one part and in two, with a last block that is not full."""
+    N, K = 300, 1100
+    weight = np.random.default_rng(5).standard_normal((N, K)).astype(np.float32)
+    one = Layer(packed_linear(weight, bits=bits, residual_bits=residual_bits), device, 30, mode)
+    main, x, read = Workspace(device), halves(1, K), halves(1, K).to(device)
+    sums, positions = torch.empty(1, 35, device=device), torch.tensor([3], dtype=torch.int32, device=device)
+    piece_sums(read, sums)
+    matrix = repack(one.packed if kind == "uniform" else random_trellis(N, K, bits, seed=6), device)
+    if matrix.trellis:
+        read = torch.empty(1, matrix.width, dtype=torch.float16, device=device)
+        rotate(x.to(device), read)
+    expected = one.run(x, positions=positions)
+    for split in (1, 2):
+        alone, out = torch.empty(1, N, device=device), poisoned(1, N, device=device)
+        few_rows(read, matrix, alone, main, GemvConfig(split=split), sums=sums)
+        ready = prepare(read, matrix, out, main, GemvConfig(split=split), sums=sums)
+        assert torch.equal(one.run(x, fused=True, product=ready, positions=positions), expected)
+        assert torch.equal(out, alone)
+        assert not main.counters(5).any()
+
+
+def test_a_token_has_the_same_logits_whether_its_products_are_compensated_in_one_launch(
+    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found, launches = tiny_model(tiny_spec(), bits=4), [], []
+    launch = kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda *of: (launches.append(of[3].product is not None), launch(*of)))
+    for alone in (None, "programs run in turn"):
+        decoder = TritonDecoder(
+            model, DecoderOptions(context=8, max_rows=1, k_chunk=64, n_tb=dict.fromkeys(LAYER_TYPES, 1)), device
+        )
+        decoder.buffers.alone = alone
+        found.append([decoder.forward(step([token], at)) for at, token in enumerate((5, 9))])
+    assert launches == [True] * (2 * len(decoder.model.linears))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -247,7 +305,7 @@ def test_a_wait_for_a_program_that_never_comes_ends(layer: Any, device: str, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("order", ["compensation first", "product first"])
+@pytest.mark.parametrize("order", ["one launch", "compensation first", "product first"])
 @pytest.mark.parametrize("n_tb", [1, 4, 8, 24])
 def test_many_blocks_wait_for_each_other_beside_a_product(cuda: str, n_tb: int, order: Any) -> None:
     from tests.lab.gpu.graph import replayed

@@ -18,7 +18,7 @@ from runtime.backends.triton.kernels.activations import piece_sums
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, room_of
 from runtime.backends.triton.kernels.experts import few
 from runtime.backends.triton.kernels.gemv import LaunchConfig as GemvConfig
-from runtime.backends.triton.kernels.gemv import few_rows
+from runtime.backends.triton.kernels.gemv import few_rows, prepare
 from runtime.backends.triton.kernels.routing import GpuRouter, Routed, route
 from runtime.backends.triton.kernels.select import make_selection
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
@@ -38,8 +38,8 @@ N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
 """Programs; launches one after another, over the same counters and buffers; seeds."""
 
 
-@pytest.fixture(scope="module")
-def compensated(packed_linear: Any) -> Callable[..., bool]:
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with the product"])
+def compensated(packed_linear: Any, request: pytest.FixtureRequest) -> Callable[..., bool]:
     """Runs launches of fused compensation under one schedule and says whether each was right to the bit."""
     N, K = 520, 1100  # three lines of 256 outputs, two chunks of channels
     weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
@@ -47,30 +47,38 @@ def compensated(packed_linear: Any) -> Callable[..., bool]:
     residual = residuals_to_device([packed.residual], packed.shape, "cpu")
     selection = make_selection(packed, k_chunk=10, device="cpu")
     rows = [torch.randn(1, K, generator=torch.Generator().manual_seed(i)).half() for i in range(LAUNCHES)]
-    plain = LaunchConfig(n_tb=1, fused=False)
+    plain, matrix, division = LaunchConfig(n_tb=1, fused=False), repack(packed, "cpu"), GemvConfig(split=2)
 
     def launch(x: torch.Tensor, out: torch.Tensor, config: LaunchConfig, workspace: Workspace) -> None:
         compensate(x, selection, residual, Output(out), config, workspace)
 
-    expected = []
-    for x in rows:
+    expected, products = [], [torch.empty(1, N) for _ in rows]
+    for x, product in zip(rows, products, strict=True):
         expected.append(torch.empty(1, N))
         launch(x, expected[-1], plain, Workspace("cpu"))
+        few_rows(x, matrix, product, Workspace("cpu"), division)
 
     def run(seed: int, *, fences: bool = True) -> bool:
-        workspace, right = Workspace("cpu"), True
+        workspace, main, right = Workspace("cpu"), Workspace("cpu"), True
+        config = LaunchConfig(n_tb=N_TB, fused=True)
         with pytest.MonkeyPatch.context() as patch, interleaved(seed, fences=fences, patience=5000) as machine:
             patch.setattr(kernels, "_check", lambda *_: None)  # which refuses programs that wait under the interpreter
-            for x, wanted in zip(rows, expected, strict=True):
-                out = torch.full((1, N), torch.nan)
+            for x, wanted, multiplied in zip(rows, expected, products, strict=True):
+                out, product = torch.full((1, N), torch.nan), multiplied
+                if request.param:
+                    product, sums = torch.full((1, N), torch.nan), torch.empty(1, 35)
+                    piece_sums(x, sums)
+                    ready = prepare(x, matrix, product, main, division, sums=sums)
+                    config = LaunchConfig(n_tb=N_TB, fused=True, product=ready)
                 try:
-                    launch(x, out, LaunchConfig(n_tb=N_TB, fused=True), workspace)
+                    launch(x, out, config, workspace)
                 except triton.runtime.errors.InterpreterError as error:
                     if "Stuck" not in str(error):
                         raise
                     return False
-                right = right and torch.equal(out, wanted) and workspace.counters(2).tolist() == [0, 0]
-            assert machine.launches == LAUNCHES
+                right = right and torch.equal(out, wanted) and torch.equal(product, multiplied)
+                right = right and workspace.counters(2).tolist() == [0, 0] and not main.counters(9).any()
+            assert machine.launches >= LAUNCHES
         return right
 
     return run
@@ -88,29 +96,28 @@ def test_a_schedule_can_be_repeated_and_without_fences_it_breaks(compensated: Ca
 
 
 @triton.jit
-def _never_wait(counters_ptr):
+def _never_wait(counters_ptr, _programs):
     tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def _wait_without_release(counters_ptr):
+def _wait_without_release(counters_ptr, programs):
     """Arrival does not send off what was chosen."""
-    programs = tl.num_programs(0)
     arrived = tl.atomic_add(counters_ptr, 1, sem="acquire", scope="gpu") + 1
     while arrived < programs:
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit
-def _wait_for_all_but_one(counters_ptr):
-    programs = tl.num_programs(0) - 1
+def _wait_for_all_but_one(counters_ptr, programs):
+    programs -= 1
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < programs:
         arrived = tl.atomic_add(counters_ptr, 0, sem="acquire", scope="gpu")
 
 
 @triton.jit
-def _reset_by_the_first(counters_ptr):
+def _reset_by_the_first(counters_ptr, _programs):
     """The first to leave resets, while others may still wait to see that all are here."""
     if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") == 0:
         tl.store(counters_ptr, 0)
@@ -118,7 +125,7 @@ def _reset_by_the_first(counters_ptr):
 
 
 @triton.jit
-def _never_reset(counters_ptr):
+def _never_reset(counters_ptr, _programs):
     tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
 
 

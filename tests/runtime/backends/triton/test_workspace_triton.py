@@ -69,4 +69,5 @@ def test_both_kernels_ask(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     layer.product()
     layer.compensation(1)
     layer.compensation(1, fused=False)
-    assert asked == ["product", "compensation", "compensation"]
+    layer.both(1)
+    assert asked == ["product", "compensation", "compensation", "both"]

@@ -223,16 +223,40 @@ def _residual(bits: int) -> Types:
     return compensate.Residual("*i32", _ABSENT if bits == 16 else "*fp16")
 
 
+def _row(bits: int) -> Types:
+    of = _TYPES["source"], _TYPES["chosen"], _TYPES["search"], _residual(bits), _TYPES["output"]
+    return compensate.Row(*of, "*i32")
+
+
 def _compensate() -> Iterator[Specialization]:
-    """Fused at 4 and 2 bits, two launches at 4 and 16 bits; a few rows' experts at `gate_up` and `down`; the union of
-    rows' channels, and its copy. Widths, k and n_tb are run-time numbers."""
+    """Fused at 4 and 2 bits, with products of one token too; two launches at 4 and 16 bits; a few rows' experts at
+    `gate_up` and `down`; the union of rows' channels, and its copy. Widths, k and n_tb are run-time numbers."""
     for bits in (4, 2):
         yield _one(
             f"compensate-b{bits}-fused",
             compensate._compensate_kernel,
             {"fetch": compensate.Fetch(MODE=select.MODES["approx"], BITS=bits)},
-            select.NUM_WARPS,
+            compensate.WARPS,
+            types={"row": _row(bits)},
             cooperative=True,
+            options=compensate.STOPS,
+        )
+    cases = (_form(4), 4), (_form(3), 4), (_form(4), 16), (_form(3, "trellis"), 4), (_form(4, "trellis"), 4)
+    for form, bits in cases:
+        constants = {"form": form, "tile": gemv.tile_of(1, form), "fetch": compensate.Fetch(BITS=bits)}
+        sums, kind = (_ABSENT, " trellis") if form.KIND == "trellis" else ("*fp32", "")
+        given = gemv.Operands("*fp16", sums, _TYPES["matrix"], _ABSENT, _ABSENT, _ABSENT)
+        types = {"given": given, "results": gemv.Results("*fp32", "*fp32", "*i32"), "row": _row(bits)}
+        of_card = partial(compensate.options, form)
+        yield _one(
+            f"compensated b{form.BITS}{kind} r{bits}",
+            compensate._compensated_kernel,
+            constants,
+            gemv.WARPS,
+            types=types,
+            num_stages=1,
+            weights=BLOCK * 64 // gemv.WARPS,
+            options_of=of_card,
             options=compensate.STOPS,
         )
     chosen = select.Chosen("*i32", "*fp32", _ABSENT)
@@ -240,7 +264,7 @@ def _compensate() -> Iterator[Specialization]:
         types = {"chosen": chosen, "residual": _residual(bits)}
         constants = {"fetch": compensate.Fetch(BITS=bits)}
         yield _one(
-            f"compensate-b{bits}-fetch", compensate._fetch_kernel, constants, select.NUM_WARPS, types=types
+            f"compensate-b{bits}-fetch", compensate._fetch_kernel, constants, compensate.WARPS, types=types
         )  # fmt: skip
     for bits, summed in ((4, False), (4, True), (16, True)):
         yield _one(
