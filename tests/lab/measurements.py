@@ -352,7 +352,7 @@ def drafted(make: Callable[[Entries], str]) -> Callable[[Found], str]:
 
     def text(found: Found) -> str:
         rows = [row for row in found["rows"] if row["model"] in ("smollm2-4", "1.1 B shape, 3 bits")]
-        return make([row for row in rows if row.get("draft", "both") == "both" and not row.get("draft_k_chunk")])
+        return make([row for row in rows if row.get("draft", "both") == "both"])
 
     return text
 

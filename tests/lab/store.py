@@ -182,6 +182,11 @@ class Entries:
             self._write()
         return own[key]
 
+    def keep(self, section: str, identities: Iterable[object]) -> None:
+        """Forget entries of a section that nobody asks for any more."""
+        keys, own = set(map(digest, identities)), self._sections.get(section, {})
+        self._sections[section] = {key: entry for key, entry in own.items() if key in keys}
+
     def finish(self) -> None:
         """Say that all was measured: until then, and where something failed, sections are unfinished."""
         self._unfinished -= self._touched - self._failed
