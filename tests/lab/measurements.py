@@ -531,9 +531,9 @@ SECTIONS = (
         note="Over weights of 4 bits with `k_chunk` 64. Pass-key: a key among lines that say nothing, at four depths. "
         "Retrieval: keys of four cities in prose, three texts of each length. A key is right if greedy decoding finds "
         "it; *nats a key more* is what it loses against fp16, on average of both tasks at all lengths. Sums: those of "
-        "16 chains of five behind 24 examples. Objects: JSON of 16 sentences behind 24 examples. KL: from fp16 along four "
-        "sampled texts, by part (GEAR Fig. 1b). "
-        "± is the interval of 95 % of a mean of pairs; where it spans 0, it is a tie.",
+        "16 chains of five behind 24 examples. Objects: JSON of 16 sentences behind 24 examples. KL: from fp16 along "
+        "four sampled texts, by part (GEAR Fig. 1b). ± is the interval of 95 % of a mean of pairs; where it spans 0, "
+        "it is a tie.",
     ),
     Section(
         *("Tasks, by bits", "tasks", tasks.by_bits, "keys,chats,forms"),
