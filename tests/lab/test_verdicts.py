@@ -66,11 +66,8 @@ def points(perplexity: float, **changed: Any) -> Any:
 
 def qoq(perplexity: float) -> Any:
     recipe = Recipe.usual("qoq", group_size=128).to_json()
-    return {
-        "sections": {
-            "qoq": [{"model": REAL, "kv": "int4", "as_chat": False, "recipe": recipe, "perplexity": perplexity}]
-        }
-    }
+    made = {"model": REAL, "kv": "int4", "recipe": recipe, "perplexity": perplexity}
+    return {"sections": {"qoq": [{**made, "as_chat": False}, {**made, "as_chat": True}]}}
 
 
 def caches(perplexity: float, kl: float = 0.01) -> Any:
@@ -130,7 +127,7 @@ def drift(late: float) -> Any:
                 ),
             )
         ),
-        ("W4A8KV4", qoq, (20.0, "clip | 20.00 |"), (30.0, "clip | 30.00 |")),
+        ("W4A8KV4", qoq, (20.0, "clip | 20.00 | 20.00 |"), (30.0, "clip | 30.00 | 30.00 |")),
         ("KV caches", caches, (20.0, "| int4 |  | +0.00 % |"), (22.0, "| int4 |  | +10.00 % |")),
         ("KV caches", lambda kl: caches(20.0, kl), (0.01, "0.010 · 90 %"), (0.4, "0.400 · 90 %")),
         (
