@@ -152,7 +152,7 @@ class Certificate:
 
     @property
     def words(self) -> str:
-        """For people: a line for what the default budget is about to buy, for each tuned one, or kept weights; caches."""
+        """For people: a line for what the default budget may buy, each tuned one, or kept weights; for caches."""
         usual = [way for way in self.ways if (way.kv, way.budget_percent) == ("fp16", None)][-1:]
         lines = [self.line(way) for way in (*usual, *(way for way in self.ways if way.budget_percent is not None))]
         return "\n".join([*([KEPT_WORDS] if self.kept else lines), self.cache_words])
