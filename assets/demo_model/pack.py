@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from assets import demo_checkpoint_path, demo_path, evaluation_text
+from assets import demo_checkpoint_path, demo_path
 from assets.demo_model.corpus import Writer
 from assets.demo_model.exchange import Split
 from assets.demo_model.vocabulary import END, ROLES
@@ -16,7 +16,6 @@ from models.progress import Progress
 from models.quantize import quantize
 from models.recipe import Recipe
 from models.store import Store, StoredModel, StoredModelInfo
-from runtime.load.certificate import certify
 
 NAME = "demo"
 CALIBRATION_CONVERSATIONS, EVALUATION_CONVERSATIONS = 80, 40
@@ -37,7 +36,7 @@ def dialogues(split: Split, count: int) -> str:
 
 
 def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
-    """Quantize a checkpoint, certify the result and put it in a folder of its own, which replaces the target.
+    """Quantize a checkpoint and put the result in a folder of its own, which replaces the target.
 
     Args:
         checkpoint: Hugging Face folder.
@@ -59,7 +58,6 @@ def pack(checkpoint: Path, target: Path, *, bits: int = 4) -> StoredModelInfo:
             evaluation=dialogues("held_out", EVALUATION_CONVERSATIONS),
             progress=_Teller(),
         )
-        certify(store.open(NAME), evaluation_text(), backend="cpu", progress=_Teller())
         if target.exists():
             shutil.rmtree(target)
         shutil.move(store.path(NAME), target)
