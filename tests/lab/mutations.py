@@ -211,7 +211,7 @@ def measure(breaks: Sequence[Break], copy: Path, noticed: Mapping[str, str] | No
     outcomes = []
     for number, one in enumerate(breaks, 1):
         outcome = None
-        if test := first.get(one.name):
+        if test := first.get(one.name, ""):
             file = test.partition("::")[0]  # a file's tests are run unbroken together
             alike = dict.fromkeys(other for other in first.values() if other.startswith(f"{file}::"))
             outcome = try_break(one, copy, longest_s(*alike), [test])

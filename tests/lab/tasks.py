@@ -460,8 +460,8 @@ def measure(tasks: Tasks, parts: Sequence[str]) -> None:
         attempt(tell, f"chats, {way}", lambda w=way: tasks.chats(w))
     if "drift" in parts:
         attempt(tell, "drift", lambda: tasks.drift(ORDER))
-    for way in (None, *BY_BITS) if "forms" in parts else ():
-        attempt(tell, f"forms, {way or 'full precision'}", lambda w=way: tasks.forms(w))
+    for one in (None, *BY_BITS) if "forms" in parts else ():
+        attempt(tell, f"forms, {one or 'full precision'}", lambda w=one: tasks.forms(w))
     if "keys" in parts:
         long = [(task, tokens) for task in ("pass-key", "retrieval") for tokens in LENGTHS]
         short = [(task, 0) for task in SHORT]

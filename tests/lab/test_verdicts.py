@@ -94,12 +94,12 @@ def keys(task: str, nats: Sequence[float], right: Sequence[int] = (1, 1, 1, 1)) 
 
 
 def by_bits(section: str, **changed: Any) -> Any:
-    fields: dict[str, Any] = {
+    known: dict[str, dict[str, Any]] = {
         "chats": {"agreed": [100, 90], "kl": [0.1, 0.1], "same": [90.0, 90.0]},
         "forms": {f"{name} {what}": [1, 1] for name in ("free", "grammar") for what in ("valid", "right")}
         | {f"call {what}": [1, 1] for what in ("valid", "tool", "right")},
-    }[section]
-    return {"sections": {section: [{**WAYS[0], **fields, **changed}]}}
+    }
+    return {"sections": {section: [{**WAYS[0], **known[section], **changed}]}}
 
 
 def drift(late: float) -> Any:
