@@ -23,7 +23,7 @@ ROOMS = ("models", "runtime", "tuner")
 """Folders whose code decides the numbers of an instrument that names nothing else."""
 _WRITTEN = ("tests/lab/results", "docs", "*.md")
 """What measuring writes, or nobody measures by."""
-_WORDS = (".md", ".po", ".pot")
+_WORDS = (".md", ".mo", ".po", ".pot")
 """Ends of files that say things only to people."""
 _PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
 _NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
