@@ -241,6 +241,7 @@ REPORTS = (
     "{loss} faster",
     "no slower",
     "{way}: KL {kl} nats a token, same top token {same}, perplexity {perplexity} ({grown})",
+    "the source's own weights, kept bit for bit: they lose nothing",
     "{kv} cache: KL {kl}, same top token {same}",
     "so {kv} is the default",
     "4-bit cache: not checked with this model",

@@ -178,7 +178,7 @@ def verify(
 ) -> None:
     """Repeat a model's certificate: compare its files' checksums, and measure again what it loses of its source."""
     from models.store import StoredModel
-    from models.store.certificate import FILE, TOLERANCES, Certificate
+    from models.store.certificate import FILE, KEPT_WORDS, TOLERANCES, Certificate
     from models.store.manifest import content_of
     from runtime.backends import AUTO
     from runtime.load.certificate import Reference, cache_losses, measured
@@ -210,6 +210,8 @@ def verify(
         found = () if reference is None else measured(model, reference, certificate.ways, **how)
         again = cache_losses(model, services.evaluation_text(), **how) if certificate.caches else ()
     ways, wrong = [], list[str]()
+    if certificate.kept and not as_json:
+        output.text(reported(KEPT_WORDS))
     rows: list[tuple[str, ...]] = [("", "KL", _("again"), _("same, %"), _("again"), _("perplexity"), _("again"))]
     for was, way in zip(certificate.ways, found, strict=True):
         pairs = {field: (getattr(was, field), getattr(way, field)) for field in TOLERANCES}

@@ -25,6 +25,8 @@ another way (docs/decisions/models.md)."""
 CACHE_LIMIT = 0.03
 """Most that a kind of KV cache may cost as a model's default: divergence, nats a token (docs/decisions/kv.md)."""
 
+KEPT_WORDS = "the source's own weights, kept bit for bit: they lose nothing"
+
 KChunk = Mapping[str, int] | int
 
 
@@ -69,11 +71,13 @@ class Certificate:
     model: str = ""
     """sha256 of the manifest, which has those of all files."""
     text: str | None = None
-    """sha256 of the evaluation text, as in recipe.json; None: its source was not measured, for it keeps its weights."""
+    """sha256 of the evaluation text, as in recipe.json; None: its source was not measured."""
     tokens: int = 0
     """Scored tokens: the second halves of windows, whose first halves are prompts."""
     seed: int = 0
     """`DecoderOptions.seed`."""
+    kept: bool = False
+    """Whether its weights are the source's, bit for bit, so that they lose nothing; only its cache can."""
     source_perplexity: float | None = None
     """Of the full-precision source on the same tokens; None as above."""
     ways: tuple[Way, ...] = ()
@@ -124,7 +128,8 @@ class Certificate:
             perplexities = [way.perplexity for way in every]
             if found.ways:
                 perplexities.append(float(data["source_perplexity"]))
-            if not every or min(perplexities) <= 0 or not all(map(math.isfinite, numbers + perplexities)):
+            sound = min(perplexities, default=1) > 0 and all(map(math.isfinite, numbers + perplexities))
+            if not sound or not (every or found.kept):
                 raise ValueError("numbers are missing, or are none")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a certificate: {error!r}") from error
@@ -147,10 +152,10 @@ class Certificate:
 
     @property
     def words(self) -> str:
-        """For people: a line for what the default budget is about to buy, for each budget tuned, and for caches."""
+        """For people: a line for what the default budget may buy, each tuned one, or kept weights; for caches."""
         usual = [way for way in self.ways if (way.kv, way.budget_percent) == ("fp16", None)][-1:]
         lines = [self.line(way) for way in (*usual, *(way for way in self.ways if way.budget_percent is not None))]
-        return "\n".join([*lines, self.cache_words])
+        return "\n".join([*([KEPT_WORDS] if self.kept else lines), self.cache_words])
 
     @property
     def cache_words(self) -> str:

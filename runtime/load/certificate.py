@@ -253,7 +253,7 @@ def certify(
 ) -> Certificate | None:
     """Measure a new model's certificate and write it.
 
-    Without compensation, with about what the default budget buys, and what its cache loses.
+    Without compensation, with about what the default budget buys, and what its cache loses; of kept weights only that.
 
     Args:
         model: The stored model.
@@ -269,7 +269,7 @@ def certify(
 
     reference, before = Reference.of(model), model.info.summary.perplexity_before
     how: dict[str, Any] = {"backend": backend, "progress": progress, "cancelled": cancelled}
-    own = Certificate(model=content_id(model), seed=DecoderOptions().seed)
+    own = Certificate(model=content_id(model), seed=DecoderOptions().seed, kept=model.recipe.kept)
     try:
         if reference is not None and before is not None:
             ways = [Way(kv="fp16", k_chunk=k_chunk) for k_chunk in sorted({0, usual(model.recipe)})]
@@ -282,7 +282,7 @@ def certify(
             )
         if text is not None:
             own = replace(own, caches=cache_losses(model, text, **how))
-        if not own.ways and not own.caches:
+        if not (own.ways or own.caches or own.kept):
             return None
         own.write(model.path)
     except (ModelError, RuntimeFailure) as error:  # a model that was made is kept, also if it was stopped here

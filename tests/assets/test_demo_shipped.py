@@ -16,6 +16,8 @@ from assets.demo_model.questions import questions
 from assets.demo_model.score import Answerer, FullPrecision, score
 from models.checkpoint import Checkpoint
 from models.store import StoredModel
+from models.store.certificate import Certificate
+from runtime.load.certificate import Reference, measured
 from tests.lab.demo_table import LowBit
 
 HELD_OUT = {
@@ -146,6 +148,16 @@ def test_packed_model_was_made_from_the_shipped_checkpoint_and_texts() -> None:
     for name, entry in recipe["source"]["files"].items():
         content = (assets.demo_checkpoint_path() / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == entry["sha256"], f"{name} changed: pack the model again"
+
+
+def test_its_certificate_is_that_of_the_shipped_files() -> None:
+    own = Certificate.of(assets.demo_path())
+    assert own.kv == "int4"
+    model = StoredModel.open_folder(assets.demo_path(), "demo")
+    reference = Reference.of(model)
+    assert reference is not None
+    again = measured(model, reference, own.ways, backend="cpu")
+    assert [(was.k_chunk, was.apart(now)) for was, now in zip(own.ways, again, strict=True)] == [(0, []), (16, [])]
 
 
 def test_size_in_the_repository() -> None:

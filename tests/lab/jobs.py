@@ -1,6 +1,6 @@
 """Measures what docs/measurements.md shows, wherever it is older than the code, and writes the page.
 
-    make measurements               or: python -m tests.lab.jobs; most of a day on two cores, where all is old
+    make measurements               or: python -m tests.lab.jobs; less than six hours on two cores, where all is old
     make measurements LIST=1        only says what is old, and about how long it takes
     make measurements ONLY=quality,caches SMOLLM2=FOLDER PEER_PYTHON=PYTHON LLAMA_SERVER=PROGRAM
 
@@ -34,7 +34,7 @@ BUILD = ROOT / "build" / "measured"
 STORED = {"smollm2": 4, "smollm2-3": 3, "smollm2-16k": 4, "small": 4}
 """Stored models that jobs run, with their bits. What `smollm2-16k` was made of says 16,384 tokens of context;
 `clients` asks `small`."""
-_LONG = "--agent smollm2-16k --home {home} --tokens 12000 --compared 1 11 12 20"
+_LONG = "--agent smollm2-16k --home {home} --tokens 12000 --compared 1 11 20"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Job:
     file: str
     """The results file, without its ending."""
     minutes: int
-    """About how long it takes on two cores of a server."""
+    """About how long it takes on two cores of a server that does nothing else."""
     command: str
     """Behind `python -m tests.lab.`, with names of what it needs in braces (`Needs`)."""
     part: str = ""
@@ -82,16 +82,17 @@ _MIXTURES = {
     "granite4-h": "Granite 4 h-tiny, 8 of 40 blocks, random weights",
 }
 _PEER = "--peer-python {peer}"
+_SPECULATION = {"acceptance": 3, "memory": 4, "costs": 5, "speed": 3, "copied": 4, "heads": 2}
 JOBS = (
     Job("start", 5, "start"),
-    Job("tuned", 20, "tuned --smollm2 {smollm2} --models smollm2"),
-    Job("peers-smollm2-starts", 15, f"compare {_STORED} --starts 12 --rounds 3"),
-    Job("peers-1b-starts", 15, f"compare --starts 4 --rounds 3 --tokens 32 --prompt 128 --model '{_SHAPES['1b']}'"),
-    Job("peers-smollm2", 10, f"compare {{peers}}/smollm2 {_STORED} {_PEER} --rounds 7"),
+    Job("tuned", 12, "tuned --smollm2 {smollm2} --models smollm2"),
+    Job("peers-smollm2-starts", 7, f"compare {_STORED} --starts 8 --rounds 3"),
+    Job("peers-1b-starts", 6, f"compare --starts 4 --rounds 3 --tokens 32 --prompt 128 --model '{_SHAPES['1b']}'"),
+    Job("peers-smollm2", 6, f"compare {{peers}}/smollm2 {_STORED} {_PEER} --rounds 5"),
     *(
         Job(
-            *(f"peers-{shape}", 15),
-            f"compare {{peers}}/{shape} --shape {shape} {_PEER} --rounds 7 --tokens 32 --model '{title}'",
+            *(f"peers-{shape}", 6),
+            f"compare {{peers}}/{shape} --shape {shape} {_PEER} --rounds 5 --tokens 32 --model '{title}'",
         )
         for shape, title in _SHAPES.items()
     ),
@@ -104,38 +105,38 @@ JOBS = (
         for shape, title in _MIXTURES.items()
     ),
     Job(
-        *("peers-spinners", 10),
+        *("peers-spinners", 5),
         f"compare {{peers}}/smollm2 {_STORED} {_PEER} --rounds 3 --tokens 32 --spinners 0,1,2,4",
     ),
-    Job("servers", 10, "servers smollm2 {gguf} --home {home} --peer {server}"),
-    Job("prompts", 15, "prompts --stored 'SmolLM2, 3 bits={three}' 'SmolLM2, 4 bits={four}' --tokens 64 512 4096"),
-    Job("agent-short", 10, "prompts --agent smollm2 --home {home} --tokens 600"),
-    Job("agent", 15, f"prompts {_LONG}"),
-    Job("agent-fp16", 30, f"prompts {_LONG} --kv fp16"),
+    Job("servers", 5, "servers smollm2 {gguf} --home {home} --peer {server}"),
+    Job("prompts", 6, "prompts --stored 'SmolLM2, 3 bits={three}' 'SmolLM2, 4 bits={four}' --tokens 64 512 4096"),
+    Job("agent-short", 4, "prompts --agent smollm2 --home {home} --tokens 600"),
+    Job("agent", 5, f"prompts {_LONG}"),
+    Job("agent-fp16", 7, f"prompts {_LONG} --kv fp16"),
     *(
-        Job("speculation", 10, f"speculation --stored smollm2-4={{four}} --only {part} --one-thread", part)
-        for part in ("acceptance", "memory", "costs", "speed", "copied", "heads")
+        Job("speculation", minutes, f"speculation --stored smollm2-4={{four}} --only {part} --one-thread", part)
+        for part, minutes in _SPECULATION.items()
     ),
     Job(
-        "caches", 60, "caches --smollm2 {smollm2} --only perplexity,checks,size,memory", "perplexity,checks,size,memory"
+        "caches", 22, "caches --smollm2 {smollm2} --only perplexity,checks,size,memory", "perplexity,checks,size,memory"
     ),
-    Job("caches", 15, f"caches {_PEER} --only speed", "speed"),
-    Job("tasks", 90, "tasks --smollm2 {smollm2}", "keys,chats,drift,forms"),
+    Job("caches", 8, f"caches {_PEER} --only speed", "speed"),
+    Job("tasks", 40, "tasks --smollm2 {smollm2}", "keys,chats,drift,forms"),
     Job(
-        *("quality", 240, "quality --smollm2 {smollm2} --only full,points,qoq,budgets,answers"),
+        *("quality", 40, "quality --smollm2 {smollm2} --only full,points,qoq,budgets,answers"),
         "full,points,stored,qoq,budgets,answers",
     ),
-    Job("quality", 30, f"quality --smollm2 {{smollm2}} --only peers,closeness {_PEER}", "peers,closeness"),
-    Job("mixture", 20, "mixture --smollm2 {smollm2}"),
-    Job("tool_calls", 10, "tool_calls {four}"),
-    Job("kernels", 20, "kernels"),
+    Job("quality", 10, f"quality --smollm2 {{smollm2}} --only peers,closeness {_PEER}", "peers,closeness"),
+    Job("mixture", 8, "mixture --smollm2 {smollm2}"),
+    Job("tool_calls", 4, "tool_calls {four}"),
+    Job("kernels", 15, "kernels"),
     Job("products", 5, "kernels --products"),
     Job("installations", 1, "installations"),
     Job("clients", 10, "clients --home {home}"),
     Job("soak", 11, "soak"),
     Job("soak-two", 11, "soak --model smollm2 smollm2-16k --home {home} --clients 8"),
-    Job("killing", 30, "killing"),
-    Job("mutations", 300, "mutations"),
+    Job("killing", 6, "killing"),
+    Job("mutations", 30, "mutations"),
 )
 """In this order: what needs a quiet machine, what takes long, what can fail for want of a network."""
 

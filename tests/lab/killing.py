@@ -24,8 +24,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import psutil
 from assets import demo_path
 from tests.lab.store import ROOMS, about_run, parser, write
 
+HOMES = 4
 MODELS = ("demo", "twin")
 """The bundled model, and a copy of it under another name."""
 PAINTED = b"Ask anything"
@@ -185,14 +188,20 @@ def last_round(home: Path, number: int, found: Found) -> None:
 
 
 def kill_at_random(home: Path, rounds: int, seed: int) -> dict[str, Any]:
-    """Do all rounds in a home. Returns what was found."""
+    """Do all rounds in a new home. Returns what was found."""
     rng, found, victims = random.Random(seed), Found(), Counter[str]()
     shutil.copytree(demo_path(), home / "models" / MODELS[1])
     for number in range(rounds):
         victims[one_round(home, number, rng, found)] += 1
     last_round(home, rounds, found)
     states = Counter(f"{role}, {state}" for state, role, _ in found.kept.values())
-    return {"rounds": rounds, "seed": seed, "killed": dict(victims), "messages": dict(states), "broken": found.broken}
+    return {"rounds": rounds, "killed": victims, "messages": states, "broken": found.broken}
+
+
+def together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was found in several homes."""
+    first, *rest = found
+    return {name: sum((one[name] for one in rest), first[name]) for name in first}
 
 
 def main() -> None:
@@ -201,9 +210,11 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=100, help="how often")
     options.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     asked = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = kill_at_random(Path(folder), asked.rounds, asked.seed)
-    found = {**about_run("python -m tests.lab.killing", ("app", *ROOMS)), **found}
+    with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(HOMES) as pool:
+        rounds = [len(range(home, asked.rounds, HOMES)) for home in range(HOMES)]
+        homes = [(Path(folder) / str(home), rounds[home], asked.seed + home) for home in range(HOMES)]
+        found = together(pool.starmap(kill_at_random, homes))
+    found = {**about_run("python -m tests.lab.killing", ("app", *ROOMS)), "seed": asked.seed, **found}
     write(asked.out, found)
     print(json.dumps(found, indent=1, ensure_ascii=False))
     sys.exit(bool(found["broken"]))

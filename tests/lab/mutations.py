@@ -1,8 +1,9 @@
 """Mutation tests: `python -m tests.lab.mutations` breaks the code on purpose, one place at a time.
 
 mutations.toml lists the mutations, each with the test files that must catch it. All is done in a copy, never in the
-working tree: the tests are run there once as they are and have to pass, then once for each break until the first of
-them fails. A break that no test notices is a gap in the suite.
+working tree: tests are run there as they are and have to pass, then for each break until the first of them fails: the
+test that noticed it last time, by mutations.json, and only where that does not, or is not there any more, all tests of
+the break's files. Two copies are worked on at the same time. A break that no test notices is a gap in the suite.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
-from tests.lab.store import RESULTS, ROOMS, ROOT, commit, parser, today, write
+from tests.lab.store import RESULTS, ROOMS, ROOT, commit, parser, read, today, write
 
 LIST = Path(__file__).with_name("mutations.toml")
+COPIES = 2
 LONGEST_S = 3600
 """Unbroken tests that take longer hang."""
 SLOWER, GRACE_S = 3, 60
@@ -154,14 +158,14 @@ def run_tests(copy: Path, files: Sequence[str], longest_s: float = LONGEST_S) ->
     return done.returncode == 0, done.stdout[-4000:]
 
 
-def try_break(one: Break, copy: Path, longest_s: float = LONGEST_S) -> Outcome:
-    """Break a copy in one place, run the tests for so long at most, and mend it again."""
+def try_break(one: Break, copy: Path, longest_s: float = LONGEST_S, tests: Sequence[str] = ()) -> Outcome:
+    """Break a copy in one place, run its tests, or the ones given, for so long at most, and mend it again."""
     file = copy / one.file
     stamp, whole = file.stat(), file.read_text(encoding="utf-8")
     begin = time.monotonic()
     try:
         file.write_text(whole.replace(one.old, one.new), encoding="utf-8")
-        passed, said = run_tests(copy, one.tests, longest_s)
+        passed, said = run_tests(copy, tests or one.tests, longest_s)
     finally:
         file.write_text(whole, encoding="utf-8")
         os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # what was compiled of it fits again
@@ -177,30 +181,52 @@ def try_break(one: Break, copy: Path, longest_s: float = LONGEST_S) -> Outcome:
     )
 
 
-def measure(breaks: Sequence[Break], copy: Path) -> list[Outcome]:
+def measure(breaks: Sequence[Break], copy: Path, noticed: Mapping[str, str] | None = None) -> list[Outcome]:
     """Try all breaks, one after the other.
+
+    Args:
+        breaks: What to try.
+        copy: The code, and its tests.
+        noticed: The tests that noticed breaks before, by their names.
 
     Raises:
         MutationError: a break does not fit, or the tests fail without one.
     """
     for one in breaks:
         check(one, copy)
-    files = list(dict.fromkeys(file for one in breaks for file in one.tests))
-    unbroken_s = {}
-    for file in files:
-        begin = time.monotonic()
-        passed, said = run_tests(copy, [file])
-        unbroken_s[file] = time.monotonic() - begin
-        print(f"unbroken: {file}: {said.splitlines()[-1] if said else ''}", flush=True)
-        if not passed:
-            raise MutationError(f"{file} fails without any break:\n{said}")
+    first = {one.name: test for one in breaks if _is_there(test := (noticed or {}).get(one.name, ""), copy)}
+    took: dict[tuple[str, ...], float] = {}
+
+    def longest_s(*tests: str) -> float:
+        """What broken tests may take, by what they take as they are."""
+        if tests not in took:
+            begin = time.monotonic()
+            passed, said = run_tests(copy, tests)
+            took[tests] = time.monotonic() - begin
+            print(f"unbroken: {', '.join(tests)}: {said.splitlines()[-1] if said else ''}", flush=True)
+            if not passed:
+                raise MutationError(f"{', '.join(tests)} fails without any break:\n{said}")
+        return GRACE_S + SLOWER * took[tests]
+
     outcomes = []
     for number, one in enumerate(breaks, 1):
-        outcome = try_break(one, copy, GRACE_S + SLOWER * sum(unbroken_s[file] for file in one.tests))
+        outcome = None
+        if test := first.get(one.name, ""):
+            file = test.partition("::")[0]  # a file's tests are run unbroken together
+            alike = dict.fromkeys(other for other in first.values() if other.startswith(f"{file}::"))
+            outcome = try_break(one, copy, longest_s(*alike), [test])
+        if outcome is None or not outcome.caught:
+            outcome = try_break(one, copy, sum(longest_s(file) for file in one.tests))
         outcomes.append(outcome)
         verdict = f"caught by {outcome.by}" if outcome.caught else "SURVIVED"
         print(f"{number:3}/{len(breaks)} {outcome.seconds:6.1f} s  {one.room}: {one.name}: {verdict}", flush=True)
     return outcomes
+
+
+def _is_there(test: str, copy: Path) -> bool:
+    """Whether a test, `file::name`, is in a copy."""
+    file, _, name = test.partition("::")
+    return bool(name) and (copy / file).is_file() and f"def {name}(" in (copy / file).read_text(encoding="utf-8")
 
 
 def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
@@ -233,7 +259,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         breaks = read_breaks()
         if given.only:
             breaks = tuple(one for one in breaks if any(part in f"{one.room}: {one.name}" for part in given.only))
-        outcomes = measure(breaks, make_copy(given.folder.resolve()))
+        before = read(RESULTS / "mutations.json").get("breaks", ())
+        noticed = {one["name"]: one["by"].partition("[")[0] for one in before}
+        files = list(dict.fromkeys(one.tests[0] for one in breaks))
+        shares = [[one for one in breaks if files.index(one.tests[0]) % COPIES == copy] for copy in range(COPIES)]
+        copies = [make_copy(given.folder.resolve() / str(copy)) for copy in range(COPIES)]
+        with ThreadPoolExecutor(COPIES) as pool:
+            outcomes = [*chain(*pool.map(lambda own, copy: measure(own, copy, noticed), shares, copies))]
     except MutationError as error:
         print(error, file=sys.stderr)
         return 2

@@ -55,10 +55,10 @@ from tuner.profiles import ProfileStore
 
 PARTS = ("full", "points", "qoq", "budgets", "peers", "closeness", "answers")
 BUILD = ROOT / "build" / "quality"
-BITS: tuple[float, ...] = (3, 4, 3.5)
-FINE, CURVE = (0, 8, 16, 32, 64, 128), (0, 16, 64)
-"""k_chunk of `DETAILED` methods, whose prompts and answers are also compensated apart; of others."""
+CURVE = (0, 16, 64)
+"""k_chunk that every method is measured with."""
 DETAILED = ("trellis", DEFAULT_METHOD, "rtn")
+"""Methods that are also measured at 4 bits, and whose prompts and answers are compensated apart, too."""
 COMPARED = ("rtn", "trellis")
 """Methods with which selectors and bits of the residuals are compared."""
 SELECTORS: tuple[Selector, ...] = ("approx", "exact", "static", "random")
@@ -116,19 +116,28 @@ class Point:
 
 
 def points() -> Iterator[Point]:
-    """Every method's curve (QDEC Fig. 12), the selectors (Fig. 15, 16), the residuals' bits (Table 1) and `CLOSE`."""
-    for bits, method in itertools.product(BITS, dict.fromkeys((DEFAULT_METHOD, *METHODS))):
-        for k_chunk in FINE if method in DETAILED else CURVE:
-            point = Point(method=method, bits=bits, k_chunk=k_chunk)
-            yield point
-            yield replace(point, as_chat=True, prompt_k_chunk=ALL_RESIDUALS if k_chunk else 0)
-            if method in DETAILED:
-                yield replace(point, as_chat=True, prompt_k_chunk=0 if k_chunk else ALL_RESIDUALS)
-    for method, k_chunk, select in itertools.product(COMPARED, (16, 64), SELECTORS):
+    """Every method's curve at 3 bits, plain and as a chat (QDEC Fig. 12), chats at 4, selectors and residuals' bits.
+
+    What the page shows, and no more; the latter two are QDEC's Fig. 15 and 16, and Table 1.
+    """
+    for bits, method, k_chunk in itertools.product((3, 4), METHODS, CURVE):
+        if bits == 3 or method in DETAILED:
+            chat = Point(method=method, bits=bits, k_chunk=k_chunk, as_chat=True)
+            yield replace(chat, prompt_k_chunk=ALL_RESIDUALS * (k_chunk > 0))
+            if method in DETAILED and k_chunk:
+                yield chat
+    yield from (Point(method=method, k_chunk=k_chunk) for method, k_chunk in itertools.product(METHODS, CURVE))
+    for method, k_chunk, select in itertools.product(COMPARED, CURVE[1:], SELECTORS[1:]):
         yield Point(method=method, k_chunk=k_chunk, select=select)
     for method, (bits, numbers) in itertools.product(COMPARED, RESIDUALS.items()):
-        yield from (Point(method=method, residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
-    yield from (Point(method=method, bits=bits, k_chunk=k_chunk) for method, bits, k_chunk in CLOSE)
+        if bits != Point().residual_bits:
+            yield from (Point(method=method, residual_bits=bits, k_chunk=k_chunk) for k_chunk in numbers)
+
+
+def recipes() -> Iterator[Recipe]:
+    """Of all models that are made."""
+    close = (Point(method=method, bits=bits) for method, bits, _ in CLOSE)
+    yield from (point.recipe for point in itertools.chain(points(), qoq(), close))
 
 
 def qoq() -> Iterator[Point]:
@@ -433,9 +442,13 @@ def _losses(nats: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def make(folder: str, root: str, recipe: str, name: str, begun: str) -> None:
-    """Quantize in this process, as `lowbit-chat quantize` does, and print what it took."""
+    """Quantize in this process, as `lowbit-chat quantize` does, and print what it took.
+
+    The result is judged, as the command does, only of models whose time the page shows.
+    """
     model = Recipe.from_json(json.loads(recipe))
-    calibration, evaluation = calibration_text(), evaluation_text()
+    judged = (model.bits, model.residual_bits) == (3, 4)
+    calibration, evaluation = calibration_text(), evaluation_text() if judged else None
     quantize(Path(folder), Store(Path(root)), model, name=name, calibration=calibration, evaluation=evaluation)
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds, processor = round(time.time() - float(begun), 2), round(used.ru_utime + used.ru_stime, 2)
@@ -444,11 +457,13 @@ def make(folder: str, root: str, recipe: str, name: str, begun: str) -> None:
 
 def measure(laboratory: Laboratory, given: argparse.Namespace) -> None:
     """Fill the gaps in the results."""
-    tell, bits = laboratory.tell, {float(one) for one in given.bits or (*BITS, 2)}
+    tell, bits = laboratory.tell, {float(one) for one in given.bits or (2, 3, 4)}
+    laboratory.entries.keep("points", map(asdict, points()))
+    laboratory.entries.keep("stored", (recipe.to_json() for recipe in recipes()))
     for as_chat in (False, True) if "full" in given.only else ():
         laboratory.full(as_chat)
     for section, wanted in (("points", points()), ("qoq", qoq())):
-        for point in dict.fromkeys(wanted) if section in given.only else ():
+        for point in wanted if section in given.only else ():
             if point.bits in bits and point.method in given.methods:
                 attempt(tell, str(point), lambda p=point, s=section: laboratory.point(p, s))
     for method, own, percent in itertools.product(DETAILED[:2], (3.0, 4.0), BUDGETS) if "budgets" in given.only else ():
@@ -471,7 +486,7 @@ def main() -> None:
     options = parser(__doc__, "quality")
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
-    options.add_argument("--bits", type=listed, help="some of 3, 3.5, 4")
+    options.add_argument("--bits", type=listed, help="some of 3, 4")
     options.add_argument("--methods", type=listed, default=(*METHODS, "qoq"), help="some of them; all")
     options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")

@@ -38,8 +38,8 @@ from tests.lab.store import about_run, columns, parser, read, write
 
 TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
 """k_chunk of each target."""
-DRAFTS, GAMMAS, TEMPERATURES = (0, 16, 64), (1, 3, 6), (0.0, 1.0)
-"""What acceptance is measured by: k_chunk of the draft, tokens of a round, and how they are drawn."""
+GAMMAS, TEMPERATURES = (1, 3, 6), (0.0, 1.0)
+"""What acceptance is measured by: tokens of a round, and how they are drawn."""
 QUESTIONS = (
     "Explain how a bicycle stays upright.",
     "Write a short story about a lighthouse keeper.",
@@ -119,14 +119,11 @@ def _rates(total: Sequence[float]) -> dict[str, float]:
 
 
 def acceptance(name: str, model: StoredModel) -> Rows:
-    """What is accepted, by target, draft, gamma, temperature and prompt (QuantSpec, Table 6)."""
+    """What is accepted, by target, gamma, temperature and prompt (QuantSpec, Table 6)."""
     decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
-    for where, target, draft, gamma, temperature in itertools.product(prompts, TARGETS, DRAFTS, GAMMAS, TEMPERATURES):
-        if draft and draft >= TARGETS[target]:
-            continue
+    for where, target, gamma, temperature in itertools.product(prompts, TARGETS, GAMMAS, TEMPERATURES):
         decoder.set_k_chunk(TARGETS[target])
-        decoder.set_draft_k_chunk(draft)
-        about = {"target": target, "draft_k_chunk": draft, "gamma": gamma, "temperature": temperature}
+        about = {"target": target, "gamma": gamma, "temperature": temperature}
         total = _accepted(decoder, prompts[where], gamma, temperature)
         yield {"model": name, "prompt": where, **about, **_rates(total)}
     decoder.close()

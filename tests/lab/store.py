@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime as dt
 import hashlib
 import importlib.metadata
@@ -22,6 +23,8 @@ ROOMS = ("models", "runtime", "tuner")
 """Folders whose code decides the numbers of an instrument that names nothing else."""
 _WRITTEN = ("tests/lab/results", "docs", "*.md")
 """What measuring writes, or nobody measures by."""
+_WORDS = (".md", ".mo", ".po", ".pot")
+"""Ends of files that say things only to people."""
 _PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
 _NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
 """A list of numbers in JSON, which gets one line."""
@@ -39,14 +42,37 @@ def commit() -> str:
 
 @cache
 def is_of(measured: str, rooms: tuple[str, ...]) -> bool:
-    """Whether the code in some folders and files is what it was at a commit.
+    """Whether the code in some folders and files does what it did at a commit.
+
+    Comments, docstrings, the form of lines, pages and translations may have changed since.
 
     Args:
         measured: What `commit` gave; empty where it was not recorded. With a `+`, nobody knows what the code was.
         rooms: Paths in the repository.
     """
-    clean = bool(measured) and not measured.endswith("+")
-    return clean and not _git("diff", "--quiet", measured, "--", *rooms).returncode
+    if not measured or measured.endswith("+"):
+        return False
+    found = _git("diff", "--name-only", "--no-renames", "-z", measured, "--", *rooms, *(f":!*{end}" for end in _WORDS))
+    return not found.returncode and all(_same_code(measured, name) for name in found.stdout.split("\0") if name)
+
+
+def _same_code(measured: str, name: str) -> bool:
+    was, file = _git("show", f"{measured}:{name}"), ROOT / name
+    if was.returncode or not file.is_file() or file.suffix != ".py":
+        return False
+    return _code(was.stdout) == _code(file.read_text(encoding="utf-8"))
+
+
+def _code(text: str) -> str:
+    """What Python makes of a text, without docstrings."""
+    return ast.dump(_Bare().visit(ast.parse(text)))
+
+
+class _Bare(ast.NodeTransformer):
+    """Leaves out statements that are only a string."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
 
 
 def version(room: str) -> str:
@@ -155,6 +181,11 @@ class Entries:
             own[key] = {"key": key, "date": today(), "commit": commit(), "cpu": self.about.get("cpu"), **found}
             self._write()
         return own[key]
+
+    def keep(self, section: str, identities: Iterable[object]) -> None:
+        """Forget entries of a section that nobody asks for any more."""
+        keys, own = set(map(digest, identities)), self._sections.get(section, {})
+        self._sections[section] = {key: entry for key, entry in own.items() if key in keys}
 
     def finish(self) -> None:
         """Say that all was measured: until then, and where something failed, sections are unfinished."""

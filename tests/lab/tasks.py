@@ -1,10 +1,11 @@
-"""What compression costs in tasks of SmolLM2: keys in long prompts, sums, chats, drift, JSON and tool calls.
+"""What compression costs in tasks of SmolLM2: keys in long prompts, sums, objects, chats, drift, JSON and tool calls.
 
     python -m tests.lab.tasks --smollm2 FOLDER
     python -m tests.lab.tasks --only chats,forms
 
 FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16; its models are a trellis. Kinds of cache are
-compared with fp16 over the same weights (4 bits, k_chunk 64), bits with full precision. Every comparison is paired: the
+compared with fp16 over the same weights (4 bits, k_chunk 64), bits with full precision: the checkpoint, and in `forms`
+the GGUF file that it was made from, whose weights are kept bit for bit. Every comparison is paired: the
 same questions, and an interval of 95 % of the mean difference. A run that was stopped goes on where it was, with the
 same code.
 
@@ -29,6 +30,8 @@ import torch
 from assets import calibration_text
 from models.oracle import Oracle
 from models.progress import never_cancelled
+from models.quantize import kept_by_default, quantize
+from models.store import Store, StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
 from runtime.engine.engine import Engine
 from runtime.kv.kinds import KVKind
@@ -44,6 +47,7 @@ from tests.lab.caches import ORDER
 from tests.lab.models import DATA, SMOLLM2
 from tests.lab.quality import ALL_RESIDUALS, Laboratory, Point
 from tests.lab.store import ROOT, Entries, about_run, attempt, digest, listed, parser, table, version
+from tests.smollm2 import gguf_file
 
 PARTS = ("chats", "drift", "forms", "keys")
 LENGTHS = (1000, 2000, 4000, 7000)
@@ -139,7 +143,17 @@ def sums(_tokens: int, _count: Callable[[str], int]) -> Iterator[Prompt]:
     yield Prompt(shown, [step for _ in range(CHAINS) for step in chain()])
 
 
-TASKS = {"pass-key": pass_keys, "retrieval": retrieval, "sums": sums}
+def objects(_tokens: int, _count: Callable[[str], int]) -> Iterator[Prompt]:
+    """Sentences and what they say as JSON, behind examples of such."""
+    told = [(f"{wanted['name']} is {wanted['age']} years old and lives in {wanted['city']}.\n", json.dumps(wanted))
+            for _, wanted in _forms(tool_calls.PEOPLE)]  # fmt: skip
+    random.Random(0).shuffle(told)
+    yield Prompt("".join(f"{text}{said}\n\n" for text, said in told[:EXAMPLES]), told[EXAMPLES:])
+
+
+SHORT = {"sums": sums, "objects": objects}
+"""Tasks whose prompts have one length."""
+TASKS = {"pass-key": pass_keys, "retrieval": retrieval, **SHORT}
 
 
 class Tasks:
@@ -154,10 +168,10 @@ class Tasks:
         self.tokenizer = Tokenizer(laboratory.case.folder)
 
     @contextmanager
-    def opened(self, way: Way, **sizes: int) -> Iterator[Decoder]:
-        """A way's decoder."""
-        model = self.laboratory.stored(Point(method="trellis", bits=way.bits))
-        sizes = {"context": _CONTEXT, "max_rows": 256, **sizes}
+    def opened(self, way: Way | None, **sizes: int) -> Iterator[Decoder]:
+        """A way's decoder; of the source's own weights, if None."""
+        model = self._kept() if way is None else self.laboratory.stored(Point(method="trellis", bits=way.bits))
+        sizes, way = {"context": _CONTEXT, "max_rows": 256, **sizes}, way or Way(k_chunk=0)
         prompts = ALL_RESIDUALS if way.k_chunk else 0
         options = DecoderOptions(kv=way.kv, k_chunk=way.k_chunk, prompt_k_chunk=prompts, **sizes)
         decoder, _ = open_decoder(model, options, "cpu")
@@ -165,6 +179,12 @@ class Tasks:
             yield decoder
         finally:
             decoder.close()
+
+    def _kept(self) -> StoredModel:
+        store, name, source = Store(BUILD / "store"), f"kept-{version('models')}", gguf_file()
+        if name not in store:
+            quantize(source, store, kept_by_default(source), name=name)
+        return store.open(name)
 
     def keys(self, way: Way | None, task: str, tokens: int) -> None:
         """A task's answers by a way, or in full precision."""
@@ -179,7 +199,7 @@ class Tasks:
                     found = [one for prompt in prompts for one in self._answered(decoder, prompt)]
             self.tell(f"{task} {tokens}, {way or 'full precision'}: {sum(right for _, right in found)} of {len(found)}")
             return {
-                **(asdict(way) if way else {"bits": 16, "k_chunk": 0, "kv": "exact"}),
+                **(asdict(way) if way else _FULL),
                 "task": task,
                 "tokens": tokens,
                 "right": [int(right) for _, right in found],
@@ -205,11 +225,14 @@ class Tasks:
 
     def _exactly(self, oracle: Oracle, prompt: Prompt) -> Iterator[tuple[float, bool]]:
         text = self._encode(prompt.text)
-        for question, answer in prompt.questions:
-            asked, said = self._encode(question), self._encode(answer)
-            tokens = [*text, *asked, *said[:-1]]
-            rows = range(len(tokens) - len(said), len(tokens))
-            yield _judged(oracle.logits(torch.tensor([tokens]), rows=rows)[0].float().numpy(), said)
+        pairs = [(self._encode(question), self._encode(answer)) for question, answer in prompt.questions]
+        cache = oracle.cache(1, len(text) + max(len(asked) + len(said) for asked, said in pairs))
+        oracle.logits(torch.tensor([text]), cache, rows=[-1])
+        for asked, said in pairs:
+            cache.length = len(text)
+            tokens = [*asked, *said[:-1]]
+            rows = range(len(asked) - 1, len(tokens))
+            yield _judged(oracle.logits(torch.tensor([tokens]), cache, rows=rows)[0].float().numpy(), said)
 
     def chats(self, way: Way) -> None:
         """How far answers agree with those in full precision, and how close the next tokens are along these."""
@@ -279,7 +302,7 @@ class Tasks:
         options = SamplingOptions(temperature=1.0, top_p=1.0, seed=seed, max_tokens=count, logit_bias=never)
         return [piece.token for piece in engine.generate(start, options) if piece.token is not None]
 
-    def forms(self, way: Way) -> None:
+    def forms(self, way: Way | None) -> None:
         """JSON with and without its grammar, and required tool calls: valid, and right."""
 
         def measure() -> dict[str, Any]:
@@ -288,15 +311,18 @@ class Tasks:
                 ends = self.laboratory.checkpoint.spec.eos_token_ids
                 engine = Engine(decoder, self.tokenizer, name="forms", eos_token_ids=ends)
                 for name, grammar in (("free", None), ("grammar", Grammar.of_schema(SCHEMA))):
-                    judged = [_fitting(self._said(engine, asked, grammar), wanted) for asked, wanted in _forms()]
+                    judged = [
+                        _fitting(self._said(engine, asked, grammar), wanted)
+                        for asked, wanted in _forms(tool_calls.PEOPLE[:5])
+                    ]
                     found |= {f"{name} valid": [v for v, _ in judged], f"{name} right": [r for _, r in judged]}
                 asker = tool_calls.Asker(engine)
                 calls = [tool_calls.judge(one, asker.ask(one.text, required=True)[1]) for one in _CALLS]
                 found |= {f"call {name}": [int(one[name]) for one in calls] for name in ("valid", "tool", "right")}
-            self.tell(f"forms, {way}: { {name: sum(each) for name, each in found.items()} }")
-            return {**asdict(way), **found}
+            self.tell(f"forms, {way or 'full precision'}: { {name: sum(each) for name, each in found.items()} }")
+            return {**(asdict(way) if way else _FULL), **found}
 
-        self.entries.known("forms", [asdict(way), len(_CALLS)], measure)
+        self.entries.known("forms", [asdict(way) if way else None, len(_CALLS)], measure)
 
     def _said(self, engine: Engine, asked: str, grammar: Grammar | None) -> str:
         prompt = engine.chat_prompt([{"role": "user", "content": asked}])
@@ -307,12 +333,14 @@ class Tasks:
         return self.tokenizer.encode(text, special=False)
 
 
-_CALLS = [*tool_calls.requests()][::2]
+_CALLS = [*tool_calls.requests()][::4]
+_FULL = {"bits": 16, "k_chunk": 0, "kv": "exact"}
+"""A way's fields in entries of full precision."""
 
 
-def _forms() -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _forms(people: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Requests for JSON, and what it should say."""
-    for number, (name, city) in enumerate((name, city) for name in tool_calls.PEOPLE for city in CITIES[:4]):
+    for number, (name, city) in enumerate((name, city) for name in people for city in CITIES[:4]):
         wanted = {"name": name, "age": 20 + 7 * number % 60, "city": city}
         text = f"{name} is {wanted['age']} years old and lives in {city}."
         yield f"{text} Answer with a JSON object with the keys name, age and city, and nothing else.", wanted
@@ -359,12 +387,13 @@ def by_cache(found: Mapping[str, Any]) -> str:
     rows = []
     for kind in ORDER:
         own, exact = (_known(found, "keys", Way(kv=each)) for each in (kind, "fp16"))
-        apart = [a - b for at in own.keys() & exact.keys() if at[0] != "sums" for a, b in _pairs(own[at], exact[at])]
+        apart = [a - b for at in own.keys() & exact.keys() if at[0] not in SHORT for a, b in _pairs(own[at], exact[at])]
         cells = [_right(own, task, LENGTHS) for task in ("pass-key", "retrieval")]
         drift = next((one["kl"] for one in found["sections"].get("drift", ()) if one["kv"] == kind), [])
         nats = interval(apart) if apart and kind != "fp16" else ""
-        rows.append((kind, *cells, nats, _right(own, "sums", (0,)), *(f"{statistics.mean(kl):.3f}" for kl in drift)))
-    head = ("", *(f"{task}, 1k, 2k, 4k, 7k" for task in ("pass-key", "retrieval")), "nats a key more", "sums")
+        short = (_right(own, task, (0,)) for task in SHORT)
+        rows.append((kind, *cells, nats, *short, *(f"{statistics.mean(kl):.3f}" for kl in drift)))
+    head = ("", *(f"{task}, 1k, 2k, 4k, 7k" for task in ("pass-key", "retrieval")), "nats a key more", *SHORT)
     ends = [f"{a}–{b}" for a, b in zip((1, *DRIFT), DRIFT, strict=False)]
     width = max(map(len, rows))
     return table(
@@ -378,11 +407,11 @@ def by_bits(found: Mapping[str, Any]) -> str:
     for way in (None, *BY_BITS):
         own = _known(found, "keys", way)
         cells: list[object] = [_right(own, task, (1000,)) for task in ("pass-key", "retrieval")]
-        cells.append(_right(own, "sums", (0,)))
+        cells += [_right(own, task, (0,)) for task in SHORT]
         pairs = _pairs(own[at], exact[at]) if way and (at := ("sums", 0)) in own.keys() & exact.keys() else ()
         cells.append(interval([a - b for a, b in pairs]) if pairs else "")
         for section, fields in (("chats", ("agreed", "kl", "same")), ("forms", _FORMS)):
-            one = next((e for e in found["sections"].get(section, ()) if way and _is_of(e, way)), None)
+            one = next((e for e in found["sections"].get(section, ()) if _is_of(e, way)), None)
             if section == "chats":
                 cells += [interval(one[field]) if one else "" for field in fields]
             else:
@@ -392,7 +421,7 @@ def by_bits(found: Mapping[str, Any]) -> str:
         "",
         "pass-key",
         "retrieval",
-        "sums",
+        *SHORT,
         "nats a sum more",
         "tokens as in full precision",
         "KL",
@@ -404,14 +433,14 @@ def by_bits(found: Mapping[str, Any]) -> str:
 _FORMS = ("free valid", "free right", "grammar valid", "grammar right", "call valid", "call tool", "call right")
 
 
-def _is_of(entry: Mapping[str, Any], way: Way) -> bool:
-    return all(entry[name] == value for name, value in asdict(way).items())
+def _is_of(entry: Mapping[str, Any], way: Way | None) -> bool:
+    return all(entry[name] == value for name, value in (asdict(way) if way else _FULL).items())
 
 
 def _known(found: Mapping[str, Any], section: str, way: Way | None) -> dict[tuple[str, int], Mapping[str, Any]]:
     """A way's entries by task and length; of full precision, if None."""
     entries = found["sections"].get(section, ())
-    return {(e["task"], e["tokens"]): e for e in entries if (_is_of(e, way) if way else e["bits"] == 16)}
+    return {(e["task"], e["tokens"]): e for e in entries if _is_of(e, way)}
 
 
 def _pairs(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -431,12 +460,13 @@ def measure(tasks: Tasks, parts: Sequence[str]) -> None:
         attempt(tell, f"chats, {way}", lambda w=way: tasks.chats(w))
     if "drift" in parts:
         attempt(tell, "drift", lambda: tasks.drift(ORDER))
-    for way in BY_BITS if "forms" in parts else ():
-        attempt(tell, f"forms, {way}", lambda w=way: tasks.forms(w))
+    for one in (None, *BY_BITS) if "forms" in parts else ():
+        attempt(tell, f"forms, {one or 'full precision'}", lambda w=one: tasks.forms(w))
     if "keys" in parts:
         long = [(task, tokens) for task in ("pass-key", "retrieval") for tokens in LENGTHS]
-        cases = [(Way(kv=kind), *one) for kind in ORDER for one in (("sums", 0), *long)]
-        cases += [(way, *one) for way in (*BY_BITS, None) for one in (("sums", 0), long[0], long[len(LENGTHS)])]
+        short = [(task, 0) for task in SHORT]
+        cases = [(Way(kv=kind), *one) for kind in ORDER for one in (*short, *long)]
+        cases += [(way, *one) for way in (*BY_BITS, None) for one in (*short, long[0], long[len(LENGTHS)])]
         for way, task, tokens in sorted(dict.fromkeys(cases), key=lambda case: case[2]):
             attempt(tell, f"{task} {tokens}, {way}", lambda w=way, t=task, n=tokens: tasks.keys(w, t, n))
 

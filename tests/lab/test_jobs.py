@@ -43,7 +43,7 @@ def git(*words: str) -> None:
 
 def commit(**files: str) -> None:
     for name, text in files.items():
-        file = store.ROOT / name.replace("__", "/").replace("_py", ".py")
+        file = store.ROOT / name.replace("__", "/").replace("_py", ".py").replace("_po", ".po")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     git("add", ".")
@@ -101,10 +101,25 @@ def test_what_is_of_this_code_is_not_measured_again(repository: Path) -> None:
     assert log(repository) == "0 1 2 "
 
 
-@pytest.mark.parametrize("changed", ["models__code_py", "tests__lab__counter_py"])
-def test_code_that_changed_makes_its_results_old(repository: Path, changed: str) -> None:
+def test_words_that_changed_keep_results(repository: Path) -> None:
     jobs.main([])
-    commit(**{changed: INSTRUMENT + "# changed\n"})
+    told = INSTRUMENT.replace("def measured(number):", 'def measured(  # how\n    number):\n    """It counts."""')
+    commit(tests__lab__counter_py=told, models__code_py='"""A number."""\n\n1  # one', models__notes_po="eins")
+    assert not COUNTER.is_old()
+
+
+@pytest.mark.parametrize(
+    ("changed", "to"),
+    [
+        ("models__code_py", '"""A number."""\n2'),
+        ("models__other_py", ""),
+        ("models__table_json", "[]"),
+        ("tests__lab__counter_py", INSTRUMENT.replace("range(3)", "range(0, 3)")),
+    ],
+)
+def test_code_that_changed_makes_its_results_old(repository: Path, changed: str, to: str) -> None:
+    jobs.main([])
+    commit(**{changed: to})
     assert COUNTER.is_old()
     jobs.main([])
     assert log(repository) == "0 1 2 0 1 2 "

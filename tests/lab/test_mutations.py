@@ -44,6 +44,18 @@ def test_what_tests_notice_is_caught_and_the_rest_survives(copy: Path) -> None:
     assert (copy / "sums.py").read_bytes() == whole
 
 
+def test_what_noticed_a_break_before_is_asked_first(copy: Path) -> None:
+    (copy / "test_sums.py").write_text(
+        "from sums import add, double\n\n\ndef test_double():\n    assert double(1) == 2\n\n\n"
+        "def test_add():\n    assert add(2, 3) == 5\n\n\ndef test_both():\n    assert double(add(1, 1)) == 4\n"
+    )
+    breaks = [a_break("a + b", "a - b"), a_break("2 * a", "3 * a"), a_break("def add(", "def ad(")]
+    noticed = ("test_sums.py::test_both", "test_sums.py::test_add", "test_sums.py::test_gone")
+    found = measure(breaks, copy, {one.name: test for one, test in zip(breaks, noticed, strict=True)})
+    assert all(outcome.caught for outcome in found)
+    assert [outcome.by for outcome in found[:2]] == ["test_sums.py::test_both", "test_sums.py::test_double"]
+
+
 def test_tests_that_fail_anyway_show_nothing(copy: Path) -> None:
     (copy / "sums.py").write_text("def add(a, b):\n    return a * b\n")
     with pytest.raises(MutationError, match=r"test_sums\.py fails without any break"):

@@ -1,5 +1,6 @@
 """The questions of `tests.lab.tasks` have the answers that they say; a cache that was cut back answers as a new one."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions
 from runtime.load.plan import open_decoder
 from runtime.text.tokenizer import Tokenizer
-from tests.lab.tasks import LENGTHS, Prompt, Tasks, _fitting, interval, pass_keys, retrieval, sums
+from tests.lab.tasks import LENGTHS, Prompt, Tasks, _fitting, interval, objects, pass_keys, retrieval, sums
 
 
 def words(text: str) -> int:
@@ -68,3 +69,15 @@ def test_a_cache_that_was_cut_back_answers_as_a_new_one() -> None:
     assert len(tokenizer.encode(text)) > 320, "some of it has to be in pages"
     np.testing.assert_allclose([nats for nats, _ in together], [nats for nats, _ in alone], rtol=1e-6)
     assert together[0] != together[1]
+
+
+def test_objects_say_what_their_sentences_say() -> None:
+    (prompt,) = objects(0, words)
+    assert len(prompt.questions) == 16
+    for sentence, said in [
+        *prompt.questions,
+        *zip(*[iter(prompt.text.replace("\n\n", "\n").splitlines())] * 2, strict=True),
+    ]:
+        told = json.loads(said)
+        assert sentence.strip() == f"{told['name']} is {told['age']} years old and lives in {told['city']}."
+    assert not any(said in prompt.text for _, said in prompt.questions)

@@ -102,6 +102,9 @@ def test_a_gguf_file_of_4_bits_is_run_as_it_is(answer: Answer, run: Run, tmp_pat
     found = answer("show", "tiny.Q4_1-kept")
     assert (found["method"], found["residual_bits"], found["head_bits"]) == ("kept", 0, 4)
     assert ([way["kv"] for way in found["certificate"]["caches"]], found["cache"]) == (["int4"], "int4")
+    assert found["certificate"]["kept"]
+    for command in ("show", "verify"):
+        assert "kept bit for bit" in " ".join(run(command, "tiny.Q4_1-kept").stdout.split())
     assert "nothing to compensate" in run("run", "tiny.Q4_1-kept", *SHORT, "--budget", 5).stderr
     refused = run("quantize", file, "--method", "kept", "--bits", 4, code=2)
     assert "kept takes bits and groups" in refused.stderr

@@ -40,7 +40,7 @@ def test_progress_is_a_line_every_few_seconds(
 
 ROWS = [
     ("NAME", "BITS", "SIZE", "RESIDUALS", "DISK", "PARAMETERS", "CONTEXT", "PERPLEXITY"),
-    ("demo (bundled)", "4.19", "2 MB", "1 MB", "4 MB", "2.9 M", "1024", "2.37 (+2.4 %)"),
+    ("demo (bundled)", "4.19", "2 MB", "1 MB", "5 MB", "2.9 M", "1024", "2.04 (+2.8 %)"),
     (
         "Qwen/Qwen3.5-35B-A3B-Instruct-4bit",
         "4.25",
