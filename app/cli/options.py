@@ -44,14 +44,25 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
     return value
 
 
-def compensation(budget: float | None, k_chunk: int | None = None) -> Compensation | None:
-    """Compensation requested by the options `Budget` and `KChunk`; None: not specified.
+def compensation(
+    budget: float | None, k_chunk: int | None = None, prompt_budget: float | None = None, *, exact: bool = False
+) -> Compensation | None:
+    """Compensation requested by the options `Budget` and `KChunk`; None: not specified. `Exact` needs none.
 
     `PromptBudget` is separate: see `runtime.compensation.of_settings`.
 
     Raises:
-        typer.BadParameter: both are given.
+        typer.BadParameter: both are given, or one beside `Exact`.
     """
+    if exact:
+        if any(one is not None for one in (budget, k_chunk, prompt_budget)):
+            raise typer.BadParameter(
+                _(
+                    "the source's own weights lose nothing to compensate: leave out --budget, --prompt-budget, --k-chunk"
+                ),
+                param_hint="--exact",
+            )
+        return Compensation(k_chunk=0, prompt_budget_percent=0)
     if budget is None and k_chunk is None:
         return None
     try:
@@ -157,6 +168,14 @@ Budget = Annotated[
         callback=_finite,
         help="Slowdown of decoding that compensation may cause, in percent; 0: no compensation.",
         show_default=False,
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Answer token for token as the full-precision checkpoint that MODEL was made from: its own weights verify "
+        "what the low-bit ones draft. It has to be there, and in memory beside them; needs the CPU backend.",
     ),
 ]
 PromptBudget = Annotated[

@@ -13,11 +13,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from assets import evaluation_text
+from models.checkpoint import Checkpoint
+from models.exact import ExactSource
+from models.oracle import Oracle
 from models.packed import Weights
 from models.store import StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions
@@ -86,6 +91,8 @@ WAYS = {
     "drawn": SamplingOptions(temperature=0.7, top_p=0.95, top_k=40, repetition_penalty=1.05, seed=1),
 }
 """The second is as the settings have it, with a seed."""
+_EXACT_ASKED, _EXACT_PROMPT = "Summarize this text, then go on with it:\n\n", 60
+"""What is asked for exact answers, and how many tokens of a text stand behind it."""
 Rows = Iterator[dict[str, Any]]
 
 
@@ -264,6 +271,62 @@ def _speeds(pairs: Sequence[tuple[Continuation, Continuation]]) -> dict[str, Any
     }
 
 
+def exact(name: str, model: StoredModel, source: Path, count: int, *, one_thread: bool) -> Rows:
+    """Greedy answers of the source's own weights, alone and behind drafts of the low-bit ones, in turns.
+
+    `agrees` is the share of tokens that are the likeliest of the source in torch, float32 and without a cache, behind
+    the same text; bytes are those of matrices that a token reads.
+    """
+    clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
+    own, tokenizer = ExactSource(source, model), Tokenizer(model.tokenizer_path)
+    wanted = DecoderOptions(kv="fp16", context=1024, threads=threads, exact=own)
+    decoder: Any = open_decoder(model, wanted, "cpu")[0]
+    oracle = Oracle(Checkpoint.open(source))
+    full, low = sum(own.matrix(each).nbytes for each in model.spec.linear_names()), decoder.weight_bytes
+    gamma = AdaptiveGamma(costs_of := measure_costs(decoder))
+    ends = {*model.spec.eos_token_ids}
+    pairs, agreeing, done, text = [], 0, 0, tokenizer.encode(evaluation_text())
+    for number in itertools.count():
+        asked = tokenizer.encode(_EXACT_ASKED)
+        part = text[_EXACT_PROMPT * number % (len(text) - _EXACT_PROMPT) :][:_EXACT_PROMPT]
+        prompt = tokenizer.chat([{"role": "user", "content": tokenizer.decode([*asked, *part])}])
+        both = {
+            drafts: continued(
+                decoder, prompt, ANSWER * 2, WAYS["greedy"], drafts or FixedGamma(0), ends=ends, clock=clock
+            )
+            for drafts in ((gamma, None) if number % 2 else (None, gamma))
+        }
+        alone, drafted = both[None], both[gamma]
+        if len(alone.tokens) < 2:
+            continue
+        pairs.append((alone, drafted))
+        given = list(alone.tokens)
+        rows = range(len(prompt) - 1, len(prompt) + len(given) - 1)
+        logits = oracle.logits(torch.tensor([[*prompt, *given[:-1]]]), rows=list(rows))[0]
+        agreeing += int((logits.argmax(-1) == torch.tensor(given)).sum())
+        done += len(given)
+        if done >= count:
+            break
+    did = [drafted.speculation for _, drafted in pairs]
+    drafts, rounds, plain = (sum(getattr(each, field) for each in did) for field in ("drafted", "rounds", "plain"))
+    tokens = sum(len(drafted.tokens) - 1 for _, drafted in pairs)
+    yield {
+        "model": name,
+        "answers": len(pairs),
+        "tokens": done,
+        "agrees": agreeing / done,
+        **_speeds(pairs),
+        "gamma": gamma.current,
+        "acceptance_rate": sum(each.acceptance_rate * each.drafted for each in did) / max(1, drafts),
+        "plain_mb": full / 1e6,
+        "mb": ((rounds + plain) * full + drafts * low) / tokens / 1e6,
+        "plain_ms": 1e3 * costs_of.plain,
+        "draft_ms": 1e3 * costs_of.draft,
+        "verify_4_ms": 1e3 * costs_of.verify[2],
+    }
+    decoder.close()
+
+
 def heads(rounds: int, *, one_thread: bool) -> Rows:
     """Drafts of a block that predicts further tokens and none, in turns; of one that is mostly right, and one never."""
     clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
@@ -285,7 +348,7 @@ def heads(rounds: int, *, one_thread: bool) -> Rows:
         decoder.close()
 
 
-PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied", "heads")
+PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied", "heads", "exact")
 
 
 def measure(part: str, stored: Sequence[tuple[str, StoredModel]], given: Any) -> Rows:
@@ -300,6 +363,9 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], given: Any) ->
             yield from speed(name, model, given.rounds)
         elif part == "memory":
             yield from memory(name, {"stored": str(model.path)}, CONTEXTS)
+        elif part == "exact":
+            if given.exact_source is not None:
+                yield from exact(name, model, given.exact_source, given.tokens, one_thread=given.one_thread)
         elif part == "copied":
             yield from copied(name, model, given.rounds, one_thread=given.one_thread)
         else:
@@ -319,6 +385,8 @@ def main() -> None:
     options.add_argument("--stored", nargs="*", default=[], metavar="NAME=FOLDER")
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
+    options.add_argument("--exact-source", type=Path, help="checkpoint of the stored models, for the part exact")
+    options.add_argument("--tokens", type=int, default=10000, help="of the part exact")
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument(
         "--one-thread", action="store_true", help="time copied and the head's drafts by a thread's processor time"
