@@ -57,9 +57,7 @@ def compensation(
     if exact:
         if any(one is not None for one in (budget, k_chunk, prompt_budget)):
             raise typer.BadParameter(
-                _(
-                    "the source's own weights lose nothing to compensate: leave out --budget, --prompt-budget, --k-chunk"
-                ),
+                _("exact answers need no compensation: leave out --budget, --prompt-budget and --k-chunk"),
                 param_hint="--exact",
             )
         return Compensation(k_chunk=0, prompt_budget_percent=0)

@@ -91,8 +91,6 @@ WAYS = {
     "drawn": SamplingOptions(temperature=0.7, top_p=0.95, top_k=40, repetition_penalty=1.05, seed=1),
 }
 """The second is as the settings have it, with a seed."""
-_EXACT_ASKED, _EXACT_PROMPT = "Summarize this text, then go on with it:\n\n", 60
-"""What is asked for exact answers, and how many tokens of a text stand behind it."""
 Rows = Iterator[dict[str, Any]]
 
 
@@ -272,57 +270,42 @@ def _speeds(pairs: Sequence[tuple[Continuation, Continuation]]) -> dict[str, Any
 
 
 def exact(name: str, model: StoredModel, source: Path, count: int, *, one_thread: bool) -> Rows:
-    """Greedy answers of the source's own weights, alone and behind drafts of the low-bit ones, in turns.
+    """Greedy answers of the source's own weights, alone and behind three drafted tokens of the low-bit ones, in turns.
 
     `agrees` is the share of tokens that are the likeliest of the source in torch, float32 and without a cache, behind
     the same text; bytes are those of matrices that a token reads.
     """
     clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
-    own, tokenizer = ExactSource(source, model), Tokenizer(model.tokenizer_path)
-    wanted = DecoderOptions(kv="fp16", context=1024, threads=threads, exact=own)
-    decoder: Any = open_decoder(model, wanted, "cpu")[0]
-    oracle = Oracle(Checkpoint.open(source))
+    own, tokenizer, oracle = (
+        ExactSource(source, model),
+        Tokenizer(model.tokenizer_path),
+        Oracle(Checkpoint.open(source)),
+    )
+    decoder = open_decoder(model, DecoderOptions(kv="fp16", context=1024, threads=threads, exact=own), "cpu")[0]
     full, low = sum(own.matrix(each).nbytes for each in model.spec.linear_names()), decoder.weight_bytes
-    gamma = AdaptiveGamma(costs_of := measure_costs(decoder))
-    ends = {*model.spec.eos_token_ids}
-    pairs, agreeing, done, text = [], 0, 0, tokenizer.encode(evaluation_text())
-    for number in itertools.count():
-        asked = tokenizer.encode(_EXACT_ASKED)
-        part = text[_EXACT_PROMPT * number % (len(text) - _EXACT_PROMPT) :][:_EXACT_PROMPT]
-        prompt = tokenizer.chat([{"role": "user", "content": tokenizer.decode([*asked, *part])}])
-        both = {
-            drafts: continued(
-                decoder, prompt, ANSWER * 2, WAYS["greedy"], drafts or FixedGamma(0), ends=ends, clock=clock
-            )
-            for drafts in ((gamma, None) if number % 2 else (None, gamma))
-        }
-        alone, drafted = both[None], both[gamma]
-        if len(alone.tokens) < 2:
-            continue
-        pairs.append((alone, drafted))
-        given = list(alone.tokens)
-        rows = range(len(prompt) - 1, len(prompt) + len(given) - 1)
-        logits = oracle.logits(torch.tensor([[*prompt, *given[:-1]]]), rows=list(rows))[0]
-        agreeing += int((logits.argmax(-1) == torch.tensor(given)).sum())
-        done += len(given)
-        if done >= count:
-            break
+    text, pairs, agreeing, done = evaluation_text(), list[tuple[Continuation, Continuation]](), 0, 0
+    while done < count:
+        asked = f"Go on with this text:\n\n{text[300 * len(pairs) % (len(text) - 300) :][:300]}"
+        prompt, found = tokenizer.chat([{"role": "user", "content": asked}]), dict[int, Continuation]()
+        for gamma in (3, 0) if len(pairs) % 2 else (0, 3):
+            how = {"ends": model.spec.eos_token_ids, "clock": clock}
+            found[gamma] = continued(decoder, prompt, ANSWER, WAYS["greedy"], FixedGamma(gamma), **how)
+        pairs.append((found[0], found[3]))
+        given = list(found[0].tokens)
+        behind = torch.tensor([[*prompt, *given[:-1]]])
+        likeliest = oracle.logits(behind, rows=range(len(prompt) - 1, behind.shape[1]))[0].argmax(-1)
+        agreeing, done = agreeing + int((likeliest == torch.tensor(given)).sum()), done + len(given)
     did = [drafted.speculation for _, drafted in pairs]
-    drafts, rounds, plain = (sum(getattr(each, field) for each in did) for field in ("drafted", "rounds", "plain"))
-    tokens = sum(len(drafted.tokens) - 1 for _, drafted in pairs)
+    rounds, drafts = sum(each.rounds + each.plain for each in did), sum(each.drafted for each in did)
     yield {
         "model": name,
         "answers": len(pairs),
         "tokens": done,
         "agrees": agreeing / done,
         **_speeds(pairs),
-        "gamma": gamma.current,
-        "acceptance_rate": sum(each.acceptance_rate * each.drafted for each in did) / max(1, drafts),
+        "acceptance_rate": sum(each.acceptance_rate * each.drafted for each in did) / drafts,
         "plain_mb": full / 1e6,
-        "mb": ((rounds + plain) * full + drafts * low) / tokens / 1e6,
-        "plain_ms": 1e3 * costs_of.plain,
-        "draft_ms": 1e3 * costs_of.draft,
-        "verify_4_ms": 1e3 * costs_of.verify[2],
+        "mb": (rounds * full + drafts * low) / sum(len(drafted.tokens) - 1 for _, drafted in pairs) / 1e6,
     }
     decoder.close()
 

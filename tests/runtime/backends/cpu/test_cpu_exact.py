@@ -63,7 +63,8 @@ def test_tiles_hold_every_weight_once(kind: str) -> None:
     tiles = tile_exact(weight, Arena())
     wide = tiles.transpose(0, 2, 1, 3).reshape(48, 96)
     assert np.array_equal(wide[:41, :70], weight)
-    assert not wide[41:].any() and not wide[:, 70:].any()
+    assert not wide[41:].any()
+    assert not wide[:, 70:].any()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,6 @@ def test_a_model_computes_as_its_source(kind: str, changes: dict[str, Any]) -> N
 
 
 def test_experts_are_refused() -> None:
-    model = make_model(make_spec(mixture=MixtureSpec(scored=4, experts_per_token=2, width=32)))
+    model = make_model(make_spec(mixture=MixtureSpec(experts=4, chosen=2, width=32, normalized=True)))
     with pytest.raises(RequestError, match="experts"):
         CpuDecoder(model, DecoderOptions(context=32, exact=Source(model, "f32")))
