@@ -150,12 +150,15 @@ def compensation_of(step: Step, options: DecoderOptions) -> CompensationMode:
         (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row uses `rows` if prompts are
         compensated at all: reading all residuals for it would take several times as long. Draft rows have their own
         k_chunk.
+        The source's own weights count as `rows`.
     """
     if not step.compensate:
         return "none"
+    if options.exact is not None:
+        return "none" if step.draft else "rows"
     if step.draft:
         return "rows" if any(k_chunk_by_type(options.draft_k_chunk).values()) else "none"
-    if not step.prefill or options.exact is not None:
+    if not step.prefill:
         return "rows"
     if not any(k_chunk_by_type(options.prompt_k_chunk).values()):
         return "none"
