@@ -57,9 +57,8 @@ def bench(
     kv: options.KVOption = None,
     speculation: options.Speculation = None,
     gamma: options.Gamma = None,
-    exact: options.Exact = False,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
     experts_on_device: options.ExpertsOnDevice = None,
@@ -73,12 +72,12 @@ def bench(
     from runtime.system.power import power_words
 
     options.check_speculation(speculation, gamma, kv)
-    if speculation and kv is not None and not (exact or KINDS[kv].has_draft):
+    if speculation and kv is not None and not (budget == options.EXACT or KINDS[kv].has_draft):
         raise typer.BadParameter(
             _("drafts of the model are measured, and need the {wanted} cache, not {kv}", wanted=SPECULATIVE_KV, kv=kv),
             param_hint="--speculate",
         )
-    asked = options.compensation(budget, k_chunk, prompt_budget, exact=exact) or Compensation(k_chunk=0)
+    asked = options.compensation(budget, k_chunk, prompt_budget) or Compensation(k_chunk=0)
     output, services = Output(as_json=as_json), services_of(ctx)
     named = model or load().model or DEMO
     stored = open_model(named, services, output)
@@ -100,7 +99,7 @@ def bench(
         backend=backend,
         experts_on_device=experts_on_device,
         layers_on_device=layers_on_device,
-        exact=exact_source(named, stored, services, output) if exact else None,
+        exact=exact_source(named, stored, services, output) if budget == options.EXACT else None,
     )
     loaded = load_model(stored, wanted, services, output, budgets_asked=True)
     with contextlib.closing(loaded.engine) as engine, engine.borrow(context) as decoder:
@@ -119,7 +118,9 @@ def bench(
                 for tokens in at or ()
             ]
             compensation = (
-                None if budget is None and not k_chunk else _compensation(decoder, services, interrupt.cancelled)
+                None
+                if budget in (None, options.EXACT) and not k_chunk
+                else _compensation(decoder, services, interrupt.cancelled)
             )
             prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None
             speculated = None

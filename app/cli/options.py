@@ -11,7 +11,7 @@ import typer
 
 from app.language import _
 from app.reports import reported
-from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation
+from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, check_budget
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS, SPECULATIVE_KV, KVKind
@@ -19,6 +19,17 @@ from runtime.kv.kinds import KINDS, SPECULATIVE_KV, KVKind
 T = TypeVar("T")
 Backend = Literal["auto", "triton", "cpu", "reference"]
 Select = Literal["approx", "exact", "static", "random"]
+
+
+EXACT = math.inf
+"""The budget of exact answers, which are not compensated."""
+
+
+def _budget_or_exact(text: str) -> float:
+    if text == "exact":
+        return EXACT
+    check_budget(percent := float(text))
+    return percent
 
 
 def _finite(value: float | None) -> float | None:
@@ -45,20 +56,20 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
 
 
 def compensation(
-    budget: float | None, k_chunk: int | None = None, prompt_budget: float | None = None, *, exact: bool = False
+    budget: float | None, k_chunk: int | None = None, prompt_budget: float | None = None
 ) -> Compensation | None:
-    """Compensation requested by the options `Budget` and `KChunk`; None: not specified. `Exact` needs none.
+    """Compensation requested by the options `Budget` and `KChunk`; None: not specified. `EXACT` needs none.
 
     `PromptBudget` is separate: see `runtime.compensation.of_settings`.
 
     Raises:
-        typer.BadParameter: both are given, or one beside `Exact`.
+        typer.BadParameter: both are given, or one beside `EXACT`.
     """
-    if exact:
-        if any(one is not None for one in (budget, k_chunk, prompt_budget)):
+    if budget == EXACT:
+        if k_chunk is not None or prompt_budget is not None:
             raise typer.BadParameter(
-                _("exact answers need no compensation: leave out --budget, --prompt-budget and --k-chunk"),
-                param_hint="--exact",
+                _("exact answers need no compensation: leave out --prompt-budget and --k-chunk"),
+                param_hint="--budget",
             )
         return Compensation(k_chunk=0, prompt_budget_percent=0)
     if budget is None and k_chunk is None:
@@ -168,12 +179,16 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
-Exact = Annotated[
-    bool,
+BudgetOrExact = Annotated[
+    float | None,
     typer.Option(
-        "--exact",
-        help="Answer token for token as the full-precision checkpoint that MODEL was made from: its own weights verify "
-        "what the low-bit ones draft. It has to be there, and in memory beside them; needs the CPU backend.",
+        "--budget",
+        metavar="PCT|exact",
+        parser=_budget_or_exact,
+        help="Slowdown of decoding that compensation may cause, in percent; 0: no compensation. exact: answer token "
+        "for token as the full-precision checkpoint that MODEL was made from, whose own weights verify what the "
+        "low-bit ones draft. It has to be there, and in memory beside them; only on the processor.",
+        show_default=False,
     ),
 ]
 PromptBudget = Annotated[

@@ -131,9 +131,8 @@ def run(
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
-    exact: options.Exact = False,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     kv: options.KVOption = None,
     speculation: options.Speculation = None,
@@ -179,7 +178,7 @@ def run(
         raise typer.BadParameter(_("--raw continues plain text, which is no chat: leave out --continue"))
     if template is not None:
         system = _preset(template, system, raw=raw)
-    compensation = options.compensation(budget, k_chunk, prompt_budget, exact=exact)
+    compensation = options.compensation(budget, k_chunk, prompt_budget)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(as_json=as_json or form == "json", lines=form == "jsonl"), services_of(ctx)
     response_format = None if schema is None else schema_format(_schema(schema))
@@ -210,7 +209,7 @@ def run(
         backend=backend,
         layers_on_device=layers_on_device,
     )
-    source = exact_source(model, stored, services, output) if exact else None
+    source = exact_source(model, stored, services, output) if budget == options.EXACT else None
     asked = options_of(stored, compensation=compensation, exact=source)
     own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None, "response_format": response_format}
     if system is not None:
@@ -252,7 +251,7 @@ def run(
             from app.cli.repl import Repl, line_history
 
             def opened(model: StoredModel, wanted: Compensation | None) -> LoadedModel:
-                if exact and wanted is compensation and model is not stored:
+                if source and wanted is compensation and model is not stored:
                     wanted = None
                 own = source if wanted is compensation else None
                 asked = options_of(model, compensation=wanted, exact=own)

@@ -62,13 +62,24 @@ def test_exact_answers_need_the_source(
     checkpoint_maker: Callable[..., Path],
 ) -> None:
     found = answer(
-        "run", checkpoint, "hi", "--max-tokens", 20, "--exact", "--temperature", 0, "--speculate", "--gamma", 2
+        "run",
+        checkpoint,
+        "hi",
+        "--max-tokens",
+        20,
+        "--budget",
+        "exact",
+        "--temperature",
+        0,
+        "--speculate",
+        "--gamma",
+        2,
     )
     assert (found["kv"], found["speculation"]["source"], found["speculation"]["gamma"]) == ("fp16", "model", 2)
     assert not any(found["k_chunk"].values())
-    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--exact")
-    assert "leave out" in run("run", checkpoint, "hi", "--exact", "--budget", 5, code=2).stderr
-    assert "CPU backend only" in error("run", checkpoint, "hi", "--exact", "--backend", "reference")
+    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
+    assert "leave out" in run("run", checkpoint, "hi", "--budget", "exact", "--k-chunk", 5, code=2).stderr
+    assert "CPU backend only" in error("run", checkpoint, "hi", "--budget", "exact", "--backend", "reference")
     model, other = StoredModel.open_folder(packed), checkpoint_maker(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="norms, biases or embeddings"):
         ExactSource(other, model)
