@@ -28,7 +28,12 @@ EXACT = math.inf
 def _budget_or_exact(text: str) -> float:
     if text == "exact":
         return EXACT
-    check_budget(percent := float(text))
+    try:
+        check_budget(percent := float(text))
+    except ValueError:
+        raise typer.BadParameter(_("not a number")) from None
+    except RequestError as error:
+        raise typer.BadParameter(reported(str(error))) from error
     return percent
 
 
