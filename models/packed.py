@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,14 @@ class Lattice:
     """int8 [N, G] of two levels; else None."""
     group_minimums: npt.NDArray[np.int8] | None = None
     """Likewise."""
+
+
+class SourceWeights(Protocol):
+    """The source's own weights of a stored model."""
+
+    def matrix(self, name: str) -> npt.NDArray[Any]:
+        """A linear layer [N, K] by its name: float16, float32, or uint16, the bits of bfloat16."""
+        ...
 
 
 def rows_of(linear: PackedLinear, rows: slice) -> PackedLinear:

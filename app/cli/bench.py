@@ -11,7 +11,7 @@ import typer
 from app.amounts import byte_count
 from app.cli import options
 from app.cli.load import load_model, load_options
-from app.cli.model import open_model
+from app.cli.model import exact_source, open_model
 from app.cli.output import Interrupt, Output
 from app.cli.services import DEMO, Services, services_of
 from app.language import _, ngettext
@@ -58,7 +58,7 @@ def bench(
     speculation: options.Speculation = None,
     gamma: options.Gamma = None,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     backend: options.BackendOption = None,
     experts_on_device: options.ExpertsOnDevice = None,
@@ -72,14 +72,15 @@ def bench(
     from runtime.system.power import power_words
 
     options.check_speculation(speculation, gamma, kv)
-    if speculation and kv is not None and not KINDS[kv].has_draft:
+    if speculation and kv is not None and not (budget == options.EXACT or KINDS[kv].has_draft):
         raise typer.BadParameter(
             _("drafts of the model are measured, and need the {wanted} cache, not {kv}", wanted=SPECULATIVE_KV, kv=kv),
             param_hint="--speculate",
         )
-    asked = options.compensation(budget, k_chunk) or Compensation(k_chunk=0)
+    asked = options.compensation(budget, k_chunk, prompt_budget) or Compensation(k_chunk=0)
     output, services = Output(as_json=as_json), services_of(ctx)
-    stored = open_model(model or load().model or DEMO, services, output)
+    named = model or load().model or DEMO
+    stored = open_model(named, services, output)
     usual_prompt, usual_decode = default_lengths(stored.spec.max_context)
     prompt, decode = prompt_tokens or usual_prompt, decode_tokens or usual_decode
     # Backends round the cache up to whole blocks; with a round context, sizes per token are exact.
@@ -98,6 +99,7 @@ def bench(
         backend=backend,
         experts_on_device=experts_on_device,
         layers_on_device=layers_on_device,
+        exact=exact_source(named, stored, services, output) if budget == options.EXACT else None,
     )
     loaded = load_model(stored, wanted, services, output, budgets_asked=True)
     with contextlib.closing(loaded.engine) as engine, engine.borrow(context) as decoder:
@@ -116,7 +118,9 @@ def bench(
                 for tokens in at or ()
             ]
             compensation = (
-                None if budget is None and not k_chunk else _compensation(decoder, services, interrupt.cancelled)
+                None
+                if budget in (None, options.EXACT) and not k_chunk
+                else _compensation(decoder, services, interrupt.cancelled)
             )
             prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None
             speculated = None

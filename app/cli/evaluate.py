@@ -11,7 +11,7 @@ import typer
 
 from app.cli import options
 from app.cli.load import load_model, load_options, load_plan
-from app.cli.model import find_checkpoint, open_model
+from app.cli.model import exact_source, find_checkpoint, open_model
 from app.cli.models import read_text
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import Services, services_of
@@ -50,7 +50,7 @@ def evaluate(
         typer.Option("--max-tokens", min=2, help="Use only this many tokens of the text.", show_default=False),
     ] = None,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     select: Annotated[
         options.Select | None,
@@ -74,7 +74,7 @@ def evaluate(
     """Measure the perplexity of a text, in sliding windows."""
     if window is not None and stride is not None and stride > window:
         raise typer.BadParameter(_("the stride can't exceed the window"), param_hint="--stride")
-    compensation = options.compensation(budget, k_chunk)
+    compensation = options.compensation(budget, k_chunk, prompt_budget)
     if full_precision and any(choice is not None for choice in (compensation, prompt_budget, select, kv, backend)):
         raise typer.BadParameter(
             _("--full-precision has no --k-chunk, --budget, --prompt-budget, --select, --kv or --backend")
@@ -94,6 +94,7 @@ def evaluate(
             prompt_budget=prompt_budget if as_chat else 0.0,  # it only matters if there are prompts
             backend=backend,
             select=select or "approx",
+            exact=exact_source(model, stored, services, output) if budget == options.EXACT else None,
         )
         budgets_asked = compensation is not None or prompt_budget is not None
         result, about = _stored(stored, content, span, asked, services, output, budgets_asked=budgets_asked)

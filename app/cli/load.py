@@ -12,6 +12,8 @@ from app.language import _
 from app.reports import reported
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from models.store import StoredModel
     from runtime.backends.decoder import KVKind, Selector
     from runtime.compensation import Compensation
@@ -32,11 +34,15 @@ def load_options(
     experts_on_device: str | None = None,
     layers_on_device: str | None = None,
     select: Selector = "approx",
+    exact: Path | None = None,
 ) -> LoadOptions:
     """How to load a model: the command line's choices, else the settings', as far as they fit any model.
 
+    `exact` is the checkpoint whose own weights it answers with.
+
     Raises:
         SettingsError: a setting is invalid.
+        ModelError: the checkpoint cannot be read, or does not compute what the model does beside its matrices.
     """
     from app.settings import load
     from runtime.load.memory import experts_within, layers_within
@@ -50,6 +56,11 @@ def load_options(
         experts = experts_within(experts, model.spec)
     if layers_on_device is None:
         layers = layers_within(layers, model.spec)
+    source = None
+    if exact is not None:
+        from models.exact import ExactSource
+
+        source = ExactSource(exact, model)
     return LoadOptions(
         compensation=settings.compensation(compensation, prompt_budget),
         speculation=settings.drafts,
@@ -60,6 +71,7 @@ def load_options(
         experts_on_device=experts,
         layers_on_device=layers,
         select=select,
+        exact=source,
     )
 
 

@@ -158,6 +158,29 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
     raise CliError(unknown(name, services))
 
 
+def exact_source(name: str, model: StoredModel, services: Services, output: Output) -> Path:
+    """The very checkpoint that the stored model named by MODEL was made from.
+
+    Raises:
+        CliError: it is not here, or was changed since.
+        ModelError: a download failed.
+        KeyboardInterrupt: the user stopped it.
+    """
+    check_needed(_("answering in full precision"))
+    kept = services.cached(model.info.source) if is_stored(name, services) and _is_hub_name(model.info.source) else None
+    path = kept or find_checkpoint(name, services, output)
+    if not Origins(services.origins_file()).made_from(model.info, path):
+        raise CliError(
+            _(
+                "{path} is not the checkpoint that {name} was made from, or was changed since: its checksums differ "
+                "from those of the model, so make it again (`quantize --force`)",
+                path=path,
+                name=model.name,
+            )
+        )
+    return path
+
+
 def is_stored(name: str, services: Services) -> bool:
     """Whether the store has a model of this name; False for invalid names."""
     from models.errors import StoreError

@@ -15,7 +15,7 @@ import typer
 
 from app.cli import options
 from app.cli.load import load_model, load_options, tune_pending_prompts
-from app.cli.model import open_model
+from app.cli.model import exact_source, open_model
 from app.cli.output import CliError, Output, in_one_line
 from app.cli.serve import result_of, running
 from app.cli.services import DEMO, services_of
@@ -132,7 +132,7 @@ def run(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     kv: options.KVOption = None,
     speculation: options.Speculation = None,
@@ -178,7 +178,7 @@ def run(
         raise typer.BadParameter(_("--raw continues plain text, which is no chat: leave out --continue"))
     if template is not None:
         system = _preset(template, system, raw=raw)
-    compensation = options.compensation(budget, k_chunk)
+    compensation = options.compensation(budget, k_chunk, prompt_budget)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(as_json=as_json or form == "json", lines=form == "jsonl"), services_of(ctx)
     response_format = None if schema is None else schema_format(_schema(schema))
@@ -209,7 +209,8 @@ def run(
         backend=backend,
         layers_on_device=layers_on_device,
     )
-    asked = options_of(stored, compensation=compensation)
+    source = exact_source(model, stored, services, output) if budget == options.EXACT else None
+    asked = options_of(stored, compensation=compensation, exact=source)
     own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None, "response_format": response_format}
     if system is not None:
         own["system_prompt"] = system
@@ -250,7 +251,10 @@ def run(
             from app.cli.repl import Repl, line_history
 
             def opened(model: StoredModel, wanted: Compensation | None) -> LoadedModel:
-                asked = options_of(model, compensation=wanted)
+                if source and wanted is compensation and model is not stored:
+                    wanted = None
+                own = source if wanted is compensation else None
+                asked = options_of(model, compensation=wanted, exact=own)
                 return load_model(model, asked, services, output, budgets_asked=wanted is not None)
 
             changing = _Changing(talk, stored, compensation, opened, services, output)

@@ -80,6 +80,8 @@ class ModelSizes:
     """Residual codes; they stay mapped from the file, so the system may evict and reread them."""
     whole: bool = False
     """Whether every residual is read at every step."""
+    exact: bool = False
+    """Whether the source's own weights are beside them (`DecoderOptions.exact`)."""
     recipe: Recipe | None = None
     """Storage of the weights, for backends with a different layout; None: assume the file's size."""
     mtp: ModelSpec | None = None
@@ -221,6 +223,8 @@ class Backend(Protocol[D]):
         ...
 
 
+ONLY_CPU = "exact answers are computed by the CPU backend only"
+"""Why others refuse."""
 AnyBackend = Backend[Any]
 """A backend whose decoder type is hidden: decoders are only passed back to the backend that made them."""
 

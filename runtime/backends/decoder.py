@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from models.packed import SourceWeights
 from models.part import seams
 from models.spec import ModelSpec
 from runtime.compensation import k_chunk_by_type
@@ -55,6 +56,9 @@ class DecoderOptions:
     sensitive_layers: tuple[int, ...] = ()
     """Layers whose pages drafts read as the target does, if the kind of cache has a draft (QuantSpec, Algorithm 1: L_S
     of them)."""
+    exact: SourceWeights | None = None
+    """The source's own weights, which all steps but drafts multiply with, in float32, instead of low-bit ones. Nothing
+    is compensated then. Only on the CPU backend."""
     n_tb: Mapping[str, int] = field(default_factory=dict)
     """Thread blocks for compensation on a GPU, by layer type (QDEC §4.4); unused on CPUs."""
     experts_on_device: int | None = None
@@ -146,9 +150,12 @@ def compensation_of(step: Step, options: DecoderOptions) -> CompensationMode:
         (`DecoderOptions.prompt_k_chunk`), the head by rows. A prompt's single row uses `rows` if prompts are
         compensated at all: reading all residuals for it would take several times as long. Draft rows have their own
         k_chunk.
+        The source's own weights count as `rows`.
     """
     if not step.compensate:
         return "none"
+    if options.exact is not None:
+        return "none" if step.draft else "rows"
     if step.draft:
         return "rows" if any(k_chunk_by_type(options.draft_k_chunk).values()) else "none"
     if not step.prefill:

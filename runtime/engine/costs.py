@@ -16,7 +16,7 @@ import numpy as np
 
 from models.progress import never_cancelled
 from runtime.backends.decoder import Decoder, PredictsFurther, Step
-from runtime.drafting import Drafts
+from runtime.drafting import Drafts, Speculate
 from runtime.engine.engine import Engine
 from runtime.engine.gamma import MAX_SEARCHED, Costs, break_even
 from runtime.errors import Cancelled, RequestError
@@ -124,7 +124,8 @@ def start(
     Args:
         engine: A loaded model.
         wanted: The request. None: drafts are only copied, as for a `Speculate` with a cache that has no draft; or made
-            by the block that predicts further tokens, if it is loaded and can pay.
+            by the block that predicts further tokens, if it is loaded and can pay; or by low-bit weights where the
+            target has the source's own.
         text: Gives the tokens on which sensitive layers are found, if there are to be any.
         cancelled: Polled between timings.
 
@@ -133,6 +134,9 @@ def start(
         Cancelled: `cancelled` said so.
     """
     costs: int | Costs | None = None
+    exact = engine.decoder.options.exact is not None
+    if wanted is None and exact:
+        wanted = Speculate()
     block = engine.decoder.mtp if isinstance(engine.decoder, PredictsFurther) else None
     if wanted is not False and block is not None:
         with engine.borrow(MIN_CONTEXT) as decoder:
@@ -143,8 +147,10 @@ def start(
         costs = None
     if wanted:
         with engine.borrow(TOKENS if wanted.sensitive_layers else MIN_CONTEXT) as decoder:
-            if KINDS[decoder.options.kv].has_draft:
+            has_draft = KINDS[decoder.options.kv].has_draft
+            if has_draft:
                 _read_exactly(decoder, wanted.sensitive_layers, text, cancelled)
+            if has_draft or exact:
                 costs = wanted.gamma or measure_costs(decoder, cancelled=cancelled)
     engine.speculate(costs, copied=wanted is not False)
 

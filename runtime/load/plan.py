@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from models.packed import Weights
+from models.packed import SourceWeights, Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import Recipe
 from models.store import StoredModel
@@ -26,6 +26,8 @@ from runtime.text.tokenizer import Tokenizer
 from tuner.detect import MemoryInfo
 
 logger = logging.getLogger(__name__)
+EXACT_KV: KVKind = "fp16"
+"""Kind of cache of exact answers, unless another is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +215,8 @@ class LoadOptions:
     num_parallel: int | None = None
     """Most requests answered at the same time, beside which further chats stay cached; None: one, and no other chat."""
     select: Selector = "approx"
+    exact: SourceWeights | None = None
+    """See `DecoderOptions.exact`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +278,16 @@ def plan_load(
     """
     spec, summary, compensation = model.spec, model.info.summary, asked.compensation
     check_blocks(compensation.by_type, spec.num_layers)
-    kv = cache_for(asked.kv, drafts=bool(asked.speculation), checked=Certificate.of(model.path).kv)
+    exact = asked.exact is not None
+    kv = cache_for(
+        asked.kv or (EXACT_KV if exact else None), drafts=bool(asked.speculation), checked=Certificate.of(model.path).kv
+    )
     block = None if asked.speculation is False else model.mtp
     sizes = ModelSizes(
         weight_bytes=summary.gpu_bytes,
         residual_bytes=summary.residual_bytes,
         whole=CHUNK in compensation.by_type.values(),
+        exact=exact,
         recipe=model.recipe,
         mtp=None if block is None else block.spec,
         mtp_bytes=0 if block is None else model.mtp_bytes,
@@ -322,6 +330,7 @@ def plan_load(
             experts_on_device=planned.experts_on_device if planned.experts else None,
             layers_on_device=planned.layers_on_device,
             select=asked.select,
+            exact=asked.exact,
             max_rows=rows,
             mtp=footprint.mtp is not None,
         )

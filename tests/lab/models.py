@@ -17,7 +17,7 @@ from models.packing import packed_width
 from models.recipe import DEFAULT_GROUP_SIZE
 from models.spec import JOIN, ModelSpec, RopeSpec
 from models.store import StoredModel
-from models.trellis import padded_width
+from models.trellis import levels, padded_width
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.store import ROOT
 from tests.runtime.conftest import pack_linear
@@ -182,7 +182,7 @@ def _streams(packed: PackedLinear) -> PackedLinear:
     """A random matrix with streams of a trellis instead of its codes."""
     (N, K), bits = packed.shape, packed.bits
     codes = _words(np.random.default_rng([N, K, bits]), N, padded_width(K) * bits // 32)
-    scales = np.full((N, 1), K**-0.5, np.float16)
+    scales = np.full((N, 1), 1 / (levels(bits).std() * K**0.5), np.float16)
     return replace(packed, codes=codes.view(np.int32), scales=scales, zeros=None, trellis=True)
 
 

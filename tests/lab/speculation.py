@@ -13,11 +13,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from assets import evaluation_text
+from models.checkpoint import Checkpoint
+from models.exact import ExactSource
+from models.oracle import Oracle
 from models.packed import Weights
 from models.store import StoredModel
 from runtime.backends.decoder import Decoder, DecoderOptions
@@ -261,6 +266,47 @@ def _speeds(pairs: Sequence[tuple[Continuation, Continuation]]) -> dict[str, Any
     }
 
 
+def exact(name: str, model: StoredModel, source: Path, count: int, *, one_thread: bool) -> Rows:
+    """Greedy answers of the source's own weights, alone and behind three drafted tokens of the low-bit ones, in turns.
+
+    `agrees` is the share of tokens that are the likeliest of the source in torch, float32 and without a cache, behind
+    the same text; bytes are those of matrices that a token reads.
+    """
+    clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
+    own, tokenizer, oracle = (
+        ExactSource(source, model),
+        Tokenizer(model.tokenizer_path),
+        Oracle(Checkpoint.open(source)),
+    )
+    decoder = open_decoder(model, DecoderOptions(kv="fp16", context=1024, threads=threads, exact=own), "cpu")[0]
+    full, low = sum(own.matrix(each).nbytes for each in model.spec.linear_names()), decoder.weight_bytes
+    text, pairs, agreeing, done = evaluation_text(), list[tuple[Continuation, Continuation]](), 0, 0
+    while done < count:
+        asked = f"Go on with this text:\n\n{text[300 * len(pairs) % (len(text) - 300) :][:300]}"
+        prompt, found = tokenizer.chat([{"role": "user", "content": asked}]), dict[int, Continuation]()
+        for gamma in (3, 0) if len(pairs) % 2 else (0, 3):
+            how = {"ends": model.spec.eos_token_ids, "clock": clock}
+            found[gamma] = continued(decoder, prompt, ANSWER, WAYS["greedy"], FixedGamma(gamma), **how)
+        pairs.append((found[0], found[3]))
+        given = list(found[0].tokens)
+        behind = torch.tensor([[*prompt, *given[:-1]]])
+        likeliest = oracle.logits(behind, rows=range(len(prompt) - 1, behind.shape[1]))[0].argmax(-1)
+        agreeing, done = agreeing + int((likeliest == torch.tensor(given)).sum()), done + len(given)
+    did = [drafted.speculation for _, drafted in pairs]
+    rounds, drafts = sum(each.rounds + each.plain for each in did), sum(each.drafted for each in did)
+    yield {
+        "model": name,
+        "answers": len(pairs),
+        "tokens": done,
+        "agrees": agreeing / done,
+        **_speeds(pairs),
+        "acceptance_rate": sum(each.acceptance_rate * each.drafted for each in did) / drafts,
+        "plain_mb": full / 1e6,
+        "mb": (rounds * full + drafts * low) / sum(len(drafted.tokens) - 1 for _, drafted in pairs) / 1e6,
+    }
+    decoder.close()
+
+
 def heads(rounds: int, *, one_thread: bool) -> Rows:
     """Drafts of a block that predicts further tokens and none, in turns; of one that is mostly right, and one never."""
     clock, threads = (time.process_time, 1) if one_thread else (time.perf_counter, 0)
@@ -282,7 +328,7 @@ def heads(rounds: int, *, one_thread: bool) -> Rows:
         decoder.close()
 
 
-PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied", "heads")
+PARTS = ("acceptance", "sensitive", "equal", "memory", "costs", "speed", "copied", "heads", "exact")
 
 
 def measure(part: str, stored: Sequence[tuple[str, StoredModel]], given: Any) -> Rows:
@@ -297,6 +343,9 @@ def measure(part: str, stored: Sequence[tuple[str, StoredModel]], given: Any) ->
             yield from speed(name, model, given.rounds)
         elif part == "memory":
             yield from memory(name, {"stored": str(model.path)}, CONTEXTS)
+        elif part == "exact":
+            if given.exact_source is not None:
+                yield from exact(name, model, given.exact_source, given.tokens, one_thread=given.one_thread)
         elif part == "copied":
             yield from copied(name, model, given.rounds, one_thread=given.one_thread)
         else:
@@ -316,6 +365,8 @@ def main() -> None:
     options.add_argument("--stored", nargs="*", default=[], metavar="NAME=FOLDER")
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--shape-bits", nargs="*", type=int, default=[3], help="of the shape; none: not it")
+    options.add_argument("--exact-source", type=Path, help="checkpoint of the stored models, for the part exact")
+    options.add_argument("--tokens", type=int, default=10000, help="of the part exact")
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument(
         "--one-thread", action="store_true", help="time copied and the head's drafts by a thread's processor time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 from models.packed import Weights
@@ -46,10 +47,12 @@ class CpuBackend:
         """See `runtime.backends.Backend.footprint`.
 
         Residuals are copied out of the mapped file: as rows, and additionally as tiles if all are read at every step.
+        The source's own weights count as 16-bit numbers.
         """
         residuals = sizes.residual_bytes * (1 + sizes.whole) if compensated else 0
+        exact = 2 * sum(math.prod(spec.linear_shape(name)) for name in spec.linear_names()) if sizes.exact else 0
         return Footprint(
-            weight_bytes=sizes.weight_bytes + sizes.mtp_bytes,
+            weight_bytes=sizes.weight_bytes + sizes.mtp_bytes + exact,
             residual_bytes=residuals,
             residuals_beside=True,
             mtp=sizes.mtp,

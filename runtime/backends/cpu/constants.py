@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from models.packed import PackedLinear, PackedResidual, Weights
+from models.packed import PackedLinear, PackedResidual, SourceWeights, Weights
 from models.rope import query_growth, tables
 from models.spec import XIELU_SLOPES, MixtureSpec, router_of
 from runtime.backends.cpu.data import instructions as op
 from runtime.backends.cpu.data.records import BLOCK, EXPERT, LANES, LINE, Expert, padded
-from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros, tile_linear, tile_residual
+from runtime.backends.cpu.tiles import Arena, TiledLinear, aligned_zeros, tile_exact, tile_linear, tile_residual
 from runtime.backends.operations.channels import CHUNK, static_channels
 from runtime.backends.operations.panel import residual_scales
 from runtime.kv.basis import key_bases
@@ -114,6 +114,11 @@ class Constants:
             key = f"{packed.name}.residual_scales"
             residual = residual._replace(scales=self._widened(key, scales, self._columns(packed)))
         return residual
+
+    def exact(self, name: str, source: SourceWeights) -> op.Exact:
+        """A matrix in its source's own precision."""
+        tiles = self.array(f"{name}.exact", lambda: tile_exact(source.matrix(name), self._arena))
+        return op.Exact(address_of(tiles), [np.float16, np.uint16, np.float32].index(tiles.dtype.type))
 
     def whole(self, packed: PackedLinear, residual: PackedResidual, k_chunk: int) -> TiledLinear:
         """A matrix's residuals as tiles: of all channels, or of those that `static` chooses. Lives while it is held."""

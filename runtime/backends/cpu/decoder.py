@@ -75,6 +75,8 @@ class CpuDecoder:
         """Instruction set of the kernels."""
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
+        if options.exact is not None and model.spec.mixture is not None:
+            raise RequestError("experts are not multiplied in full precision, so this model cannot answer exactly")
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)

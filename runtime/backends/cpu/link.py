@@ -279,8 +279,10 @@ def is_linked(program: npt.NDArray[np.int64]) -> bool:
 def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
     """The unit of an instruction, and the one that it calls."""
     match instruction:
-        case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole):
+        case op.Linear(weights=weights, total=total, residual=residual, kept=kept, whole=whole, exact=exact):
             own = units.product_unit(weights)
+            if exact.weights:
+                return own, units.EXACT[exact.kind]
             if whole.codes:
                 return own, units.add_whole
             return own, units.SHARE[residual.bits] if kept else units.COMPENSATE[residual.bits] if total else None

@@ -649,6 +649,9 @@ class PlanOperations(Interpreter[Activations]):
             linear = linear._replace(whole=self._residuals[-1].whole)
         elif shared:
             linear = linear._replace(residual=self._constants.scaled(packed), kept=self._constants.kept(packed, shared))
+        if self._options.exact is not None:
+            exact = self._constants.exact(packed.name, self._options.exact)
+            linear = linear._replace(values=values.place, exact=exact)
         self._emit(linear, kind=kind)
         return out
 

@@ -34,6 +34,8 @@ lane r of a block's vector i is word i of output channel r. Elsewhere byte c of 
 At 8 bits, byte c of lane r in vector j of the eight is k = 4 j + c, of whole numbers less 128 where a variant
 multiplies signed bytes.
 
+Weights in full precision stand as [tiles, K, 16], in bfloat16 as [tiles, K / 2, 16, 2], zero-padded to whole blocks.
+
 Matrices that are multiplied in whole numbers (`runtime.backends.cpu.units.w4a8`) have codes as the first ones, scales
 as [tiles, 1, 16], group scales, and zeros times group scales, as [tiles, G, 16].
 
@@ -306,3 +308,21 @@ def tile_residual(
         codebooks=None,
         group_scales=None,
     )
+
+
+def tile_exact(matrix: npt.NDArray[Any], arena: Arena) -> npt.NDArray[Any]:
+    """A matrix in full precision as tiles.
+
+    Args:
+        matrix: [N, K], float16, float32, or uint16, the bits of bfloat16.
+        arena: Where the tiles go.
+    """
+    N, K = matrix.shape
+    tiles, pair = padded(N, LANES) // LANES, 2 if matrix.dtype == np.uint16 else 1
+    out = arena.zeros((tiles, padded(K, BLOCK) // pair, LANES, pair), matrix.dtype)
+    for tile in range(tiles):
+        rows = matrix[tile * LANES : (tile + 1) * LANES]
+        whole = np.zeros((LANES, out.shape[1] * pair), matrix.dtype)
+        whole[: len(rows), :K] = rows
+        out[tile] = whole.reshape(LANES, -1, pair).transpose(1, 0, 2)
+    return out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.spec import ModelSpec
-from runtime.backends import Device, Footprint, ModelSizes, Presence
+from runtime.backends import ONLY_CPU, Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.errors import BackendError, Problem
 from runtime.kv.kinds import KINDS, KVKind
@@ -34,6 +34,8 @@ class ReferenceBackend:
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`. Weights, and residuals in use, are unpacked to float32."""
+        if sizes.exact:
+            raise BackendError(ONLY_CPU)
         values = sum(math.prod(spec.linear_shape(name)) for name in spec.linear_names())
         weights = 4 * values * (2 if compensated else 1) + 2 * spec.vocab_size * spec.hidden_size
         if sizes.mtp is not None:

@@ -10,7 +10,7 @@ from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import INTEGERS
 from models.spec import UNGATED, ModelSpec, expert_of
-from runtime.backends import Device, Footprint, ModelSizes, Presence
+from runtime.backends import ONLY_CPU, Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
 from runtime.backends.triton.gpu import first_line
@@ -58,6 +58,8 @@ class TritonBackend:
         Residuals stay in main memory, except two layers' for prompts (of experts, those of all in a block), and what
         several rows share of one.
         """
+        if sizes.exact:
+            raise BackendError(ONLY_CPU)
         _check(spec)
         for name, kind in ((sizes.recipe and sizes.recipe.types) or {}).items():
             if kind not in _KEPT or (expert_of(name) is not None and kind not in _KEPT_EXPERTS):

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from app.cli.model import exact_source
+from app.cli.output import CliError, Output
 from app.conversation import Message
 from app.history import store
 from app.paths import history_file
 from app.settings import RULES
+from models.errors import CheckpointError
+from models.exact import ExactSource
+from models.store import StoredModel
 from runtime.text.constraint import Grammar
 
 FIELDS = {
@@ -43,6 +48,43 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> No
     found = answer("run", "demo", "hi", "--max-tokens", 2, "--kv", "int8", "--k-chunk", 24, "--backend", "reference")
     assert (found["kv"], found["backend"]) == ("int8", "reference")
     assert set(found["k_chunk"].values()) == {24}
+
+
+def test_exact_answers_need_the_source(
+    answer: Answer,
+    error: Error,
+    run: Run,
+    stored: str,
+    checkpoint: Path,
+    packed: Path,
+    services: Any,
+    tmp_path: Path,
+    checkpoint_maker: Callable[..., Path],
+) -> None:
+    found = answer(
+        "run",
+        checkpoint,
+        "hi",
+        "--max-tokens",
+        20,
+        "--budget",
+        "exact",
+        "--temperature",
+        0,
+        "--speculate",
+        "--gamma",
+        2,
+    )
+    assert (found["kv"], found["speculation"]["source"], found["speculation"]["gamma"]) == ("fp16", "model", 2)
+    assert not any(found["k_chunk"].values())
+    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
+    assert "leave out" in run("run", checkpoint, "hi", "--budget", "exact", "--k-chunk", 5, code=2).stderr
+    assert "CPU backend only" in error("run", checkpoint, "hi", "--budget", "exact", "--backend", "reference")
+    model, other = StoredModel.open_folder(packed), checkpoint_maker(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match="norms, biases or embeddings"):
+        ExactSource(other, model)
+    with pytest.raises(CliError, match="checksums differ"):
+        exact_source(str(other), model, services, Output())
 
 
 def test_a_base_model_says_so(run: Run) -> None:

@@ -23,6 +23,7 @@ from runtime.errors import Cancelled
 from runtime.kv.kinds import KVKind
 from runtime.text.sampling import Distribution, Draw, Drawn, Sampler, SamplingOptions, log_probabilities
 from tests.grid import grid
+from tests.runtime.backends.cpu.test_cpu_exact import Source
 
 V = 96
 PROMPT = np.random.default_rng(3).integers(0, V, 300).tolist()
@@ -131,6 +132,17 @@ def test_every_kind_of_cache_can_be_drafted_on(model: Any, kv: KVKind) -> None:
     assert tokens == alone
     assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
     assert rounds.counts.rounds > 50
+
+
+@pytest.mark.parametrize("gamma", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_the_sources_own_weights_verify(model: Any, kv: KVKind, gamma: int) -> None:
+    options = {"exact": Source(model, "bf16"), "kv": kv}
+    alone, own, _ = Bench(CpuDecoder, model, GREEDY, 30, **options).run(0, 400)
+    tokens, logits, rounds = Bench(CpuDecoder, model, GREEDY, 30, **options).run(gamma, 400)
+    assert tokens == alone
+    assert all(np.array_equal(a, b) for a, b in zip(own, logits, strict=True))
+    assert 0.05 < rounds.counts.accepted / rounds.counts.drafted < 0.95
 
 
 class Planted:

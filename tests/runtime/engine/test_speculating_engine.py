@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from assets import demo_path
+from assets import demo_checkpoint_path, demo_path
+from models.exact import ExactSource
 from models.store import StoredModel
 from runtime.backends.decoder import DecoderOptions
 from runtime.drafting import Speculate
@@ -290,3 +291,23 @@ def test_speculation_begins_and_ends_when_asked() -> None:
         assert not engine.speculates
         with pytest.raises(RequestError, match="from 1 to 15"):
             engine.speculate(16)
+
+
+def test_exact_answers_are_drafted_unless_that_is_turned_off() -> None:
+    """The bundled model by the weights that it was made of, with the default cache of such answers."""
+    source = ExactSource(demo_checkpoint_path(), StoredModel.open_folder(demo_path()))
+    with opened(kv="fp16", k_chunk=0, draft_k_chunk=0, exact=source) as engine:
+        start(engine, False)
+        assert not engine.speculates
+        plain = said(engine, TEXT, greedy())
+        start(engine, None)
+        assert engine.speculates
+        start(engine, Speculate(gamma=3))
+        engine.forget()
+        drafted = said(engine, TEXT, greedy())
+    assert gist(drafted) == gist(plain)
+    usage = drafted[-1].usage
+    assert usage is not None
+    assert usage.speculation is not None
+    assert usage.speculation.rounds > 2
+    assert usage.speculation.acceptance_rate > 0.3

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from models.spec import Activation
 from runtime.backends.cpu.data.records import Routes, record_of
 
-WIDTH: Final = 48
+WIDTH: Final = 56
 """Words of an instruction."""
 SELECT_APPROX, SELECT_EXACT, SELECT_STATIC, SELECT_RANDOM = 0, 1, 2, 3
 """Modes of a SELECT: the paper's approximation; exact; static; random."""
@@ -27,6 +27,8 @@ SIX: Final = 6
 """Bits of codes that are stored in two planes, of four bits and of one or two."""
 NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS, FLOATS_8 = range(5)
 """Forms of a matrix without codebooks."""
+EXACT_KINDS: Final = ("f16", "bf16", "f32")
+"""Types of full-precision weights, by number."""
 WHOLE_BITS: Final = 4
 """Bits of residuals that are tiled like weights."""
 BESIDE: Final = -1
@@ -224,6 +226,13 @@ class Whole(NamedTuple):
     blocks: int = 0  # of 32 channels
 
 
+class Exact(NamedTuple):
+    """A matrix in its source's own precision (`runtime.backends.cpu.tiles.tile_exact`)."""
+
+    weights: int = 0  # address of the first tile; 0: none
+    kind: int = 0  # one of `EXACT_KINDS`
+
+
 class Linear(NamedTuple):
     """A matrix product, and the compensation of its outputs."""
 
@@ -240,6 +249,7 @@ class Linear(NamedTuple):
     kept: int = 0  # as in `Panel`, if all rows share their compensated channels; 0: each row has its own
     whole: Whole = Whole()  # residuals, if each row is compensated by all of these
     plain: Quantized = Quantized(0, 0, 0)  # the activations that those of all rows meet: `x`, but never rotated
+    exact: Exact = Exact()  # what takes the matrix's place where rows are compensated
 
 
 class Panel(NamedTuple):

@@ -366,6 +366,9 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
     rows = rows_of(control, linear.wanted)
     first, last = _tiles(linear, rows, part, parts)
     compensate, shared = parameters_at(control).compensate != 0, linear.kept != 0 or linear.whole.codes != 0
+    if compensate and linear.exact.weights != 0:
+        call_5(header_at(i).inner, i, rows, first, last, scratch)
+        return
     by = NO_COMPENSATION
     if compensate and not shared and linear.total > 0:
         choice = choose(i, control, part, scratch) if rows == 1 else MADE_BEFORE
