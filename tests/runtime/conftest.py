@@ -179,7 +179,7 @@ SHARED: dict[str, Any] = {
     "wide_heads": HeadShape(4, 1, 40),
     "rope": RopeSpec(rotary_dim=12),
     "window_rope": LOCAL,
-    "shared_width": 100,
+    "mlp_widths": (172, 172, 100, 100, 100),
     "token_width": 24,
     "scaled": True,
 }
