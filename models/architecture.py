@@ -14,12 +14,12 @@ attention are fused along the output in that order, and so are gate and up, and 
 reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
 One with a state beside attention has `layers.{i}.state.qkv` and `layers.{i}.state.o` for it.
 One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `layers.{i}.queries.qkv`.
-One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Where the stream
-is several, blocks have those of `models.spec.LAUREL_LINEARS`, and the first and last those of `AltUpSpec.ends`. Experts have
-`layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
-`router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`, `mlp_norm`, `experts_norm` and
-`experts_down_norm`. A block that predicts a further token has `layers.0.join.down` in front, `embed_norm` and
-`hidden_norm`.
+One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Where the
+stream is several, blocks have those of `models.spec.LAUREL_LINEARS`, and the first and last those of `AltUpSpec.ends`.
+Experts have `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is
+`layers.{i}.router`, with its `router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`,
+`mlp_norm`, `experts_norm` and `experts_down_norm`. A block that predicts a further token has `layers.0.join.down` in
+front, `embed_norm` and `hidden_norm`.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Eager(Interpreter["Tensor"]):
         y = self.rms(y, node.norm) if node.norm else y
         if x.shape[-1] > y.shape[-1]:
             first, others = x.tensor_split([y.shape[-1]], dim=-1)
-            return self.side_by_side(first, *(own + y for own in others.split(y.shape[-1], dim=-1)))
+            return self.side_by_side(first, *(own + y for own in others.chunk(x.shape[-1] // y.shape[-1] - 1, dim=-1)))
         return (x + y) * self.vector(node.scale) if node.scale else x + y
 
     def spread(self, node: Node) -> Tensor:
@@ -307,8 +307,8 @@ class Eager(Interpreter["Tensor"]):
         return sum((_as_large(y, first) for y in others), first) / len(node.inputs)
 
     def predict(self, node: Node) -> Tensor:
-        streams = self.of(node).split(self.spec.hidden_size, dim=-1)
-        taken = self._chosen(streams[0], node.layer, "predict").split(len(streams), dim=-1)
+        streams = self.of(node).chunk(self.of(node).shape[-1] // self.spec.hidden_size, dim=-1)
+        taken = self._chosen(streams[0], node.layer, "predict").chunk(len(streams), dim=-1)
         return self.side_by_side(
             *(
                 sum((own[..., at, None] * x for at, x in enumerate(streams)), stream)
@@ -317,7 +317,8 @@ class Eager(Interpreter["Tensor"]):
         )
 
     def correct(self, node: Node) -> Tensor:
-        streams, made = self.of(node).split(self.spec.hidden_size, dim=-1), self.of(node, 1)
+        made = self.of(node, 1)
+        streams = self.of(node).chunk(self.of(node).shape[-1] // made.shape[-1], dim=-1)
         taken = 1 + self._chosen(made, node.layer, "correct")
         change = made - streams[0]
         return self.side_by_side(*(x + taken[..., at, None] * change for at, x in enumerate(streams)))
@@ -405,9 +406,8 @@ class Builder:
             x = self.node("add", x, self.linear(self.node("delta", states, layer=layer), layer, STATE_O))
         scale = ""
         if self.spec.altup is not None:
-            read = self.read(x, layer, "input_norm")
-            low, back = LAUREL_LINEARS
-            back = self.linear(self.linear(read, layer, low), layer, back)
+            read, (down, up) = self.read(x, layer, "input_norm"), LAUREL_LINEARS
+            back = self.linear(self.linear(read, layer, down), layer, up)
             x = self.node("add", x, x, norm=read.norm)
             x = self.node("add", x, back, norm=f"{back.name}_norm")
             scale = f"layers.{layer}.laurel_scale"

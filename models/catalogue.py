@@ -215,9 +215,10 @@ def _gemma4(
 
 def _gemma3n(intermediate: int, blocks: int, shared: int) -> ModelSpec:
     """Gemma 3n, of whose blocks the last ones share a cache."""
-    plain = _spec("gemma3n_text", 2048, intermediate, blocks, (8, 2, 256), **{**_GEMMA4, "vocab_size": 262400})
+    plain = _spec("gemma3n_text", 2048, intermediate, blocks, (8, 2, 256), max_context=32768, **_GEMMA4)
     return replace(
         plain,
+        vocab_size=262400,
         windows=_windows(blocks, 512, 5),
         mixers=_mixers(blocks, "shared", range(blocks - shared)),
         token_width=256,
@@ -225,7 +226,6 @@ def _gemma3n(intermediate: int, blocks: int, shared: int) -> ModelSpec:
         sparsity=(0.95,) * 10 + (0.0,) * (blocks - 10),
         altup=AltUpSpec(streams=4, rank=64),
         scaled=False,
-        max_context=32768,
     )
 
 
@@ -504,6 +504,22 @@ CATALOGUE: Sequence[CatalogueModel] = (
         "chat, many languages",
         "google/gemma-3-4b-it",
         _gemma3(2560, 10240, 34, (8, 4), 1024, vocab_size=262208, max_context=131072),
+        gated=True,
+        license="Gemma",
+    ),
+    _model(
+        "Gemma 3n E2B",
+        "chat, many languages",
+        "google/gemma-3n-E2B-it",
+        _gemma3n(8192, 30, shared=10),
+        gated=True,
+        license="Gemma",
+    ),
+    _model(
+        "Gemma 3n E4B",
+        "chat, many languages",
+        "google/gemma-3n-E4B-it",
+        _gemma3n(16384, 35, shared=15),
         gated=True,
         license="Gemma",
     ),

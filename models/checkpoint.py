@@ -122,8 +122,8 @@ class Checkpoint:
             entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
         weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if (scale := self._input_scale(name)) is not None:
-            weight = weight.to(torch.float32) * self.files.entries[scale].read().to(torch.float32)
+        if (factors := self._input_scale(name)) is not None:
+            weight = weight.to(torch.float32) * self.files.entries[factors].read().to(torch.float32)
         return self._centered(name, self._multiplied(name, weight)), self.bias(name)
 
     def bias(self, name: str) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -359,6 +360,7 @@ class ModelSpec:
     token_vocab: int | None = None
     """Tokens that have such embeddings, where these are fewer than V: the others have the first's (Gemma 3n)."""
     altup: AltUpSpec | None = None
+    """Whether the residual stream is several; then blocks have embeddings of their own, and norms behind."""
     scaled: bool = False
     """Whether the residual stream is multiplied by a number of each block at its end (Gemma 4)."""
     mixture: MixtureSpec | None = None
@@ -478,6 +480,8 @@ class ModelSpec:
         if self.delta is not None and self.delta.mamba:
             twice = self.delta.value_heads * (self.hidden_size + self.delta.biased)
             count -= twice * len(self.state_layers)
+        if self.token_width:  # the norm of what blocks share
+            count -= (self.num_layers - 1) * self.token_width
         if self.altup is not None:  # a factor of each channel that `inner.gate_up` reads, for one that is no tensor
             count += self.num_layers * (self.hidden_size - 1)
         return count - self.hidden_size * self.num_layers * self.parallel
@@ -554,7 +558,7 @@ class ModelSpec:
         if self.altup is not None:
             C = self.hidden_size
             vectors |= {"altup_norm": C, "laurel.down_norm": C, "laurel_scale": 1}
-            vectors |= {name: rows * width for name, (rows, width) in self.altup.matrices(C).items()}
+            vectors |= {name: math.prod(shape) for name, shape in self.altup.matrices(C).items()}
         if self.activation == "xielu":
             vectors |= dict.fromkeys(XIELU_SLOPES, 1)
         if self.joins:
@@ -658,10 +662,11 @@ class ModelSpec:
             return inside if kind == "gate_up" else inside[::-1]
         if name.endswith(QUERIES) and self.latent is not None:
             return self.q_width, self.latent.query_rank
-        if self.altup is not None and name.endswith((*LAUREL_LINEARS, *self.altup.ends("spread"), *self.altup.ends("merge"))):
-            outer = self.hidden_size
-            inner = self.altup.rank if name.endswith(LAUREL_LINEARS) else outer
-            return (inner, outer) if kind == "gate_up" else (outer, inner)
+        if self.altup is not None and name.endswith(
+            (*LAUREL_LINEARS, *self.altup.ends("spread"), *self.altup.ends("merge"))
+        ):
+            width = self.altup.rank if name.endswith(LAUREL_LINEARS) else self.hidden_size
+            return (width, self.hidden_size) if kind == "gate_up" else (self.hidden_size, width)
         if self.mixture is not None and (
             expert_of(name) is not None or (name == kind and not self.mixture.parallel_mlp)
         ):
@@ -721,7 +726,7 @@ class ModelSpec:
             kinds = kinds[:-2]
         if self.altup is not None:
             kinds = (*(self.altup.ends("spread") if self.spreads(layer) else ()), "qkv", *LAUREL_LINEARS, *kinds[1:])
-        behind = TOKEN_LINEARS if self.token_width else ()
+        behind: tuple[str, ...] = TOKEN_LINEARS if self.token_width else ()
         behind += self.altup.ends("merge") if self.altup is not None and self.merges(layer) else ()
         plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))
         last = tuple(f"{prefix}.{kind}" for kind in behind)

@@ -65,13 +65,16 @@ def _read(fields: Fields) -> ModelSpec:
             f"{full.source}: only blocks that read the first stream and scale what they correct (altup_active_idx 0, "
             "altup_correct_scale true) are supported. Choose another model."
         )
+    streams = full.integer("altup_num_inputs", most=_MOST_STREAMS)
+    if streams == 1:
+        raise full.wrong("altup_num_inputs", streams, f"a whole number from 2 to {_MOST_STREAMS}")
     widths = _of_blocks(full, "intermediate_size")
     common = read_common(replace(full, table={**full.table, "intermediate_size": max(widths)}))
     layers, window = common["num_layers"], full.integer("sliding_window")
     windows = listed_windows(full, layers, window) or every(_INTERVAL, layers, window)
     rope, local = rope_specs(full, common["head_dim"], common["max_context"], theta=_THETA, local=_LOCAL_THETA)
     known = min(full.integer("vocab_size_per_layer_input"), common["vocab_size"])
-    cap = fields.table["final_logit_softcapping"] if "final_logit_softcapping" in fields.table else 30.0
+    capped = fields.table.get("final_logit_softcapping", True) is not None
     return ModelSpec(
         **common,
         rope=rope,
@@ -86,11 +89,8 @@ def _read(fields: Fields) -> ModelSpec:
         sparsity=_sparsity(full, layers),
         token_width=full.integer("hidden_size_per_layer_input", most=WIDEST),
         token_vocab=known if known < common["vocab_size"] else None,
-        altup=AltUpSpec(
-            streams=full.integer("altup_num_inputs", most=_MOST_STREAMS),
-            rank=full.integer("laurel_rank", most=WIDEST),
-        ),
-        logit_cap=None if cap is None else full.number("final_logit_softcapping"),
+        altup=AltUpSpec(streams=streams, rank=full.integer("laurel_rank", most=WIDEST)),
+        logit_cap=full.number("final_logit_softcapping") if capped else None,
     )
 
 
@@ -148,8 +148,8 @@ GEMMA3N = Family(
         "tokens": "model.embed_tokens_per_layer",
         "tokens.gate_up": "model.per_layer_model_projection",
         "tokens.gate_up_norm": "model.per_layer_projection_norm",
-        **{f"spread{stream}.down": f"model.altup_projections.{stream - 1}" for stream in range(1, _MOST_STREAMS)},
-        **{f"merge{stream}.down": f"model.altup_unembed_projections.{stream - 1}" for stream in range(1, _MOST_STREAMS)},
+        **{f"spread{at}.down": f"model.altup_projections.{at - 1}" for at in range(1, _MOST_STREAMS)},
+        **{f"merge{at}.down": f"model.altup_unembed_projections.{at - 1}" for at in range(1, _MOST_STREAMS)},
     },
     input_scales={"inner.gate_up": "altup.correct_output_scale"},
     multipliers=_multipliers,

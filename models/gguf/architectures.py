@@ -574,9 +574,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
-    "gemma3n": Architecture(
-        model_type="gemma3n_text", caps=CAPS[1:], windows=True, widths=True, options=_gemma3n
-    ),
+    "gemma3n": Architecture(model_type="gemma3n_text", caps=CAPS[1:], windows=True, widths=True, options=_gemma3n),
     "gemma4": Architecture(
         model_type="gemma4_text", caps=CAPS[1:], windows=True, wide=True, experts=True, options=_gemma4
     ),

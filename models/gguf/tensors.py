@@ -365,7 +365,8 @@ def _whole(family: Family) -> dict[str, str]:
                 found[own] = family.vector(f"layers.0.{part}", mixer)[0].removeprefix("model.layers.0.")
     if family.model_type == "falcon_h1":
         found["ffn_norm"] = family.vector("layers.0.post_norm")[0].removeprefix("model.layers.0.")
-    found |= {"altup_correct_scale.weight": scale for scale in family.input_scales.values()}
+    if "inner.gate_up" in family.input_scales:
+        found["altup_correct_scale.weight"] = family.input_scales["inner.gate_up"]
     return found | ({"ffn_down_exps.scale": family.expert_scales} if family.expert_scales else {})
 
 
@@ -434,7 +435,7 @@ def tensors_of(header: Header, architecture: str, family: Family, orders: Mappin
         tensor = GgufTensor(info=info, order=orders.get(module), convolves=convolves, flat=flat)
         if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
             tensor = tensor.rows(0, 1)
-        if str(module).endswith(_FIRST) and len(tensor.shape) == 3:  # noqa: PLR2004
+        if str(module).endswith(_FIRST) and len(tensor.shape) == 3:
             stem, (count, rows, _) = str(module).removesuffix(_FIRST), tensor.shape
             tensors |= {f"{stem}.{at}.{match['part']}": tensor.rows(at * rows, rows) for at in range(count)}
             continue

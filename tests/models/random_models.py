@@ -444,7 +444,16 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("gemma3n", "granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1", "olmo-hybrid"),
+        *(
+            "gemma3n",
+            "granite4-h-moe",
+            "glm4-flash",
+            "apertus",
+            "cohere2",
+            "nemotron-h-moe",
+            "falcon-h1",
+            "olmo-hybrid",
+        ),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.

@@ -16,7 +16,17 @@ import numpy.typing as npt
 
 from models.architecture import LEAST_SQUARE, Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import JOIN, LAUREL_LINEARS, QUERIES, STATE_QKV, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import (
+    JOIN,
+    LAUREL_LINEARS,
+    QUERIES,
+    STATE_QKV,
+    MixtureSpec,
+    ModelSpec,
+    expert_of,
+    is_of_tokens,
+    router_of,
+)
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -405,9 +415,8 @@ class PlanOperations(Interpreter[Activations]):
     def add(self, node: Node) -> Activations:
         """Without a norm, what is added was written there."""
         x, y = self.of(node), self.of(node, 1)
-        several = x.width > self._spec.hidden_size
         if node.norm:
-            for at in range(1, x.width // self._spec.hidden_size) if several else (0,):
+            for at in range(1, x.width // y.width) if x.width > y.width else (0,):
                 self._settle(y, node.norm, self._stream(x, at).place, accumulate=True, scale=node.scale)
         return x
 

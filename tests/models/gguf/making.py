@@ -452,7 +452,9 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         array = tensor.float().numpy()
         if ".altup_" in name:
             stem = name.rsplit(".", 2)[0]
-            found[f"{stem}.weight"] = np.concatenate([*([found[f"{stem}.weight"]] if name[-8] != "0" else ()), array[None]])
+            found[f"{stem}.weight"] = np.concatenate(
+                [*([found[f"{stem}.weight"]] if name[-8] != "0" else ()), array[None]]
+            )
             continue
         if name.endswith(("conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")):
             array = array.squeeze(1)

@@ -88,7 +88,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "shared-caches": ({"bits": 4, "seed": 4}, SHARED),
-    "streams": ({"bits": 4, "seed": 4}, STREAMS),
+    "streams": ({"bits": 4, "seed": 5}, STREAMS),
     "latents": ({"bits": 4}, LATENTS),
     "latents-of-512": (
         {"bits": 4},
