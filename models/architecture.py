@@ -14,11 +14,12 @@ attention are fused along the output in that order, and so are gate and up, and 
 reads; these have more vectors (`ModelSpec.block_vectors`). A block that shares an earlier one's cache has q alone.
 One with a state beside attention has `layers.{i}.state.qkv` and `layers.{i}.state.o` for it.
 One whose queries have a latent has their norm, `layers.{i}.queries_norm`, and `layers.{i}.queries.qkv`.
-One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Experts have
-`layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is `layers.{i}.router`, with its
-`router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`, `mlp_norm`, `experts_norm` and
-`experts_down_norm`. A block that predicts a further token has `layers.0.join.down` in front, `embed_norm` and
-`hidden_norm`.
+One with embeddings of its own also has the layers of `models.spec.TOKEN_LINEARS`, and norms behind two. Where the
+stream is several, blocks have those of `models.spec.LAUREL_LINEARS`, and the first and last those of `AltUpSpec.ends`.
+Experts have `layers.{i}.experts.{e}.gate_up` and `layers.{i}.experts.{e}.down`, and their router is
+`layers.{i}.router`, with its `router_bias` and `router_correction`; beside an MLP, also norms: `router_norm`,
+`mlp_norm`, `experts_norm` and `experts_down_norm`. A block that predicts a further token has `layers.0.join.down` in
+front, `embed_norm` and `hidden_norm`.
 """
 
 from __future__ import annotations
@@ -29,15 +30,28 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from models.spec import JOIN, QUERIES, STATE_O, STATE_QKV, XIELU_LINEAR, XIELU_MOST, ModelSpec
+from models.spec import (
+    JOIN,
+    LAUREL_LINEARS,
+    QUERIES,
+    STATE_O,
+    STATE_QKV,
+    XIELU_LINEAR,
+    XIELU_MOST,
+    XIELU_SLOPES,
+    AltUpSpec,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LEAST_SQUARE = 1e-5
+"""Of the mean of a row's squares, where it is divided by its root (`spread`, `merge`)."""
 T = TypeVar("T")
 Kind = Literal[
     "embed", "tokens", "enter", "join", "read", "linear", "attend", "convolve", "delta", "gate", "experts", "norm",
-    "add", "rows", "cap", "leave",
+    "add", "rows", "cap", "leave", "spread", "predict", "correct", "merge",
 ]  # fmt: skip
 """What is computed of M rows, R of which have logits:
 
@@ -46,8 +60,8 @@ Kind = Literal[
 - `enter`: the stream that the blocks before a part's first one left (`models.part`), or another model's.
 - `join`: the tokens' embeddings and a stream that entered, each through an RMSNorm, side by side (`models.mtp`). Twice
   [M, C] -> [M, 2 C].
-- `read`: the stream as linear layers and experts read it, through an RMSNorm or as it is; or the latent of queries,
-  the first channels of `qkv`'s output, through one.
+- `read`: the stream, or one of several, as linear layers and experts read it, through an RMSNorm or as it is; or the
+  latent of queries, the first channels of `qkv`'s output, through one.
 - `linear`: a linear layer, bias included. [M, K] -> [M, N].
 - `attend`: attention, from its projections [M, qkv], and queries of their own [M, H * D], to its heads' outputs
   [M, H * `attended_dim`]. Queries and keys pass norms and are rotated, keys and values enter the cache, queries see it
@@ -59,14 +73,21 @@ Kind = Literal[
 - `delta`: a gated delta rule, likewise. Of [M, inputs + Hv * Dv], what enters the state (`DeltaSpec.inputs`), then
   gates. Outputs [M, Hv * Dv] of each value head pass an RMSNorm, if there is one, and are multiplied by silu(gate).
 - `gate`: f(gate) * up, or what else spec.activation says. Of both side by side [M, 2 * width], or of one each; f(up)
-  of an MLP without a gate, of [M, width].
+  of an MLP without a gate, of [M, width]. In front of f, gates may be cut at a share of them (`ModelSpec.cut`).
 - `experts`: what the experts that a block's router chooses for each row make of it, weighed and summed up. The router
   reads the second input. [M, C] -> [M, C]. See `models.routing`.
 - `norm`: RMSNorm of the output of a linear layer.
-- `add`: the sum of a first input and a second, which passes the norm before, if there is one.
+- `add`: the sum of a first input and a second, which passes the norm before, if there is one. To all streams but the
+  first, where the first input is several.
 - `rows`: the rows whose logits the step asks for. [M, C] -> [R, C].
 - `cap`: soft cap of every logit x: c * tanh(x / c), with c = spec.logit_cap.
 - `leave`: the stream behind a part's last block.
+- `spread`: several streams of one: it, times √C, and what linear layers make of it, as large as it is in each row.
+  S times [M, C] -> [M, S * C].
+- `predict`: streams [M, S * C] and what each takes from all, by numbers that the first one chooses.
+- `correct`: those, and what each takes of how the block changed the first; of both [M, S * C] and [M, C].
+- `merge`: the mean of the first stream and what linear layers make of the others, as large as it is in each row.
+  S times [M, C] -> [M, C].
 """
 
 
@@ -84,6 +105,8 @@ class Node:
     """The weight of an RMSNorm that is part of it; empty: there is none."""
     scale: str = ""
     """A vector of one number by which an `add`, which then has a norm, multiplies the sum."""
+    stream: int = 0
+    """Of several streams the one that a `read` is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +202,8 @@ class Eager(Interpreter["Tensor"]):
         """F(gate) * up. Both [M, width]."""
         raise NotImplementedError
 
-    def slopes(self, layer: int) -> tuple[Tensor, ...]:
-        """Both slopes of a block's xIELU, float32 [1] each."""
+    def vector(self, name: str) -> Tensor:
+        """One of a block's vectors."""
         raise NotImplementedError
 
     def activated(self, x: Tensor, layer: int) -> Tensor:
@@ -188,10 +211,15 @@ class Eager(Interpreter["Tensor"]):
         if self.spec.activation == "relu2":
             return x.clamp(min=0).square()
         if self.spec.activation == "xielu":
-            rising, falling = self.slopes(layer)
+            rising, falling = (self.vector(f"layers.{layer}.{own}") for own in XIELU_SLOPES)
             below = falling * (x.clamp(max=XIELU_MOST).expm1() - x)
             return (rising * x.square()).where(x > 0, below) + XIELU_LINEAR * x
-        return self.activate(*x.chunk(2, dim=-1))
+        gate, up = x.chunk(2, dim=-1)
+        cut = self.spec.cut(layer)
+        if cut is not None:
+            end = gate.mean(-1, keepdim=True) + cut * gate.std(-1, keepdim=True, correction=0)
+            gate = (gate - end).clamp(min=0)
+        return self.activate(gate, up)
 
     def attend(self, node: Node) -> Tensor:
         q, *others = self.split(self.of(node), self.spec.attention_widths(node.layer))
@@ -248,19 +276,74 @@ class Eager(Interpreter["Tensor"]):
     leave = Interpreter.left
 
     def read(self, node: Node) -> Tensor:
-        x = self.of(node)[..., : self.spec.read_width(node.norm)]
+        width = self.spec.read_width(node.norm)
+        x = self.of(node)[..., node.stream * width : (node.stream + 1) * width]
         return self.rms(x, node.norm) if node.norm else x
 
     def join(self, node: Node) -> Tensor:
-        import torch
-
         norms = (f"layers.{node.layer}.{part}_norm" for part in ("embed", "hidden"))
-        return torch.cat([self.rms(self.of(node, at), norm) for at, norm in enumerate(norms)], dim=-1)
+        return self.side_by_side(*(self.rms(self.of(node, at), norm) for at, norm in enumerate(norms)))
 
     def gate(self, node: Node) -> Tensor:
         if len(node.inputs) > 1:
             return self.activate(self.of(node), self.of(node, 1))
         return self.activated(self.of(node), node.layer)
+
+    def add(self, node: Node) -> Tensor:
+        x, y = self.of(node), self.of(node, 1)
+        y = self.rms(y, node.norm) if node.norm else y
+        if x.shape[-1] > y.shape[-1]:
+            first, others = x.tensor_split([y.shape[-1]], dim=-1)
+            return self.side_by_side(first, *(own + y for own in others.chunk(x.shape[-1] // y.shape[-1] - 1, dim=-1)))
+        return (x + y) * self.vector(node.scale) if node.scale else x + y
+
+    def spread(self, node: Node) -> Tensor:
+        gain = self.spec.hidden_size**0.5
+        first, *others = (self.values[own] * gain for own in node.inputs)
+        return self.side_by_side(first, *(_as_large(y, first) for y in others))
+
+    def merge(self, node: Node) -> Tensor:
+        first, *others = (self.values[own] for own in node.inputs)
+        return sum((_as_large(y, first) for y in others), first) / len(node.inputs)
+
+    def predict(self, node: Node) -> Tensor:
+        streams = self.of(node).chunk(self.of(node).shape[-1] // self.spec.hidden_size, dim=-1)
+        taken = self._chosen(streams[0], node.layer, "predict").chunk(len(streams), dim=-1)
+        return self.side_by_side(
+            *(
+                sum((own[..., at, None] * x for at, x in enumerate(streams)), stream)
+                for stream, own in zip(streams, taken, strict=True)
+            )
+        )
+
+    def correct(self, node: Node) -> Tensor:
+        made = self.of(node, 1)
+        streams = self.of(node).chunk(self.of(node).shape[-1] // made.shape[-1], dim=-1)
+        taken = 1 + self._chosen(made, node.layer, "correct")
+        change = made - streams[0]
+        return self.side_by_side(*(x + taken[..., at, None] * change for at, x in enumerate(streams)))
+
+    def _chosen(self, x: Tensor, layer: int, kind: str) -> Tensor:
+        """What streams take from each other, [..., S * S], or from a block, [..., S], as one of them says.
+
+        Sums are over the last channels, so that they do not depend on how many rows there are.
+        """
+        prefix = f"layers.{layer}.altup_"
+        normed = self.rms(x, f"{prefix}norm")
+        router = self.vector(f"{prefix}router").view(-1, x.shape[-1])
+        said = self.side_by_side(*((normed * row).sum(-1, keepdim=True) for row in router)).tanh()
+        return (said[..., None, :] * self.vector(prefix + kind).view(-1, len(router))).sum(-1)
+
+    def side_by_side(self, *parts: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat(parts, dim=-1)
+
+
+def _as_large(x: Tensor, other: Tensor) -> Tensor:
+    """Rows of x times what makes them as large as another's, whose root of the mean square they get."""
+    squares = x.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE)
+    return x * other.square().mean(-1, keepdim=True).sqrt() / squares.sqrt()
 
 
 class Builder:
@@ -270,8 +353,8 @@ class Builder:
         self.spec = spec
         self.nodes: list[Node] = []
 
-    def node(self, kind: Kind, *inputs: Node, layer: int = -1, **weights: str) -> Node:
-        self.nodes.append(Node(kind, inputs, layer, **weights))
+    def node(self, kind: Kind, *inputs: Node, layer: int = -1, stream: int = 0, **weights: str) -> Node:
+        self.nodes.append(Node(kind, inputs, layer, stream=stream, **weights))
         return self.nodes[-1]
 
     def linear(self, x: Node, layer: int, kind: str) -> Node:
@@ -282,7 +365,9 @@ class Builder:
         return self.node("read", x, layer=layer, norm=f"layers.{layer}.{norm}" if self.spec.norms(layer)[0] else "")
 
     def block(self, layer: int, x: Node) -> Node:
-        """One decoder block. [M, C] -> [M, C]."""
+        """One decoder block. [M, C] -> [M, C], or of several streams."""
+        if self.spec.altup is not None:
+            return self.of_streams(layer, x, self.spec.altup)
         if self.spec.parallel:  # who adds in place has then read the stream for both
             inside = self.linear(self.read(x, layer, "post_norm"), layer, "gate_up")
             x = self.mix(layer, x)
@@ -292,6 +377,20 @@ class Builder:
             return x
         x = self.mlp(layer, x)
         return self.own_tokens(layer, x) if self.spec.token_width else x
+
+    def of_streams(self, layer: int, x: Node, altup: AltUpSpec) -> Node:
+        """A block of several streams, which are one in front of the first and behind the last."""
+        if self.spec.spreads(layer):
+            x = self.node("read", x)
+            x = self.node("spread", x, *(self.linear(x, layer, end) for end in altup.ends("spread")), layer=layer)
+        predicted = self.node("predict", x, layer=layer)
+        made = self.mlp(layer, self.mix(layer, self.node("read", predicted, layer=layer)))
+        x = self.own_tokens(layer, self.node("correct", predicted, made, layer=layer))
+        if not self.spec.merges(layer):
+            return x
+        first, *others = (self.node("read", x, layer=layer, stream=stream) for stream in range(altup.streams))
+        ends = zip(others, altup.ends("merge"), strict=True)
+        return self.node("merge", first, *(self.linear(own, layer, end) for own, end in ends), layer=layer)
 
     def mix(self, layer: int, x: Node) -> Node:
         """The residual stream after attention, a gated short convolution, or a gated delta rule, or two of them."""
@@ -305,9 +404,16 @@ class Builder:
             inputs.append(self.linear(own, layer, QUERIES))
         if states is not None:
             x = self.node("add", x, self.linear(self.node("delta", states, layer=layer), layer, STATE_O))
+        scale = ""
+        if self.spec.altup is not None:
+            read, (down, up) = self.read(x, layer, "input_norm"), LAUREL_LINEARS
+            back = self.linear(self.linear(read, layer, down), layer, up)
+            x = self.node("add", x, x, norm=read.norm)
+            x = self.node("add", x, back, norm=f"{back.name}_norm")
+            scale = f"layers.{layer}.laurel_scale"
         mixed = self.node(kinds.get(self.spec.mixer(layer), "attend"), *inputs, layer=layer)
         norm = f"layers.{layer}.o_norm" if self.spec.norms(layer)[1] else ""
-        return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm)
+        return self.node("add", x, self.linear(mixed, layer, "o"), norm=norm, scale=scale)
 
     def mlp(self, layer: int, x: Node) -> Node:
         """The residual stream after the gated MLP, experts, or both."""

@@ -3,7 +3,7 @@
 A block that shares an earlier one's cache needs its keys and values, and one with embeddings of its own needs to know
 the tokens. Both stand behind the channels of the stream: [B, S, C] becomes [B, S, C + 1 + ...], with a token's number,
 then the keys and values of each block whose cache others read. Most models need neither, and their stream is all there
-is.
+is. One that is several is C channels in front of the first block and behind the last, then zeros.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.spec import ModelSpec
 
@@ -32,7 +33,7 @@ class Carried:
     @classmethod
     def of(cls, spec: ModelSpec, x: Tensor) -> Self:
         """Take a block's input [B, S, `carried_width`] apart."""
-        at = spec.hidden_size
+        at = spec.stream_width
         stream, tokens, lent = x[..., :at], None, {}
         if spec.token_width:
             tokens, at = x[..., at].to(torch.int64), at + 1
@@ -48,7 +49,7 @@ class Carried:
 def carried_width(spec: ModelSpec) -> int:
     """Channels of a block's input, C of which are the residual stream."""
     lent = sum(2 * spec.heads_of(layer).kv_width for layer in spec.lent_layers)
-    return spec.hidden_size + (spec.token_width > 0) + lent
+    return spec.stream_width + (spec.token_width > 0) + lent
 
 
 def begin(spec: ModelSpec, tokens: Tensor, table: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,7 +70,7 @@ def begin(spec: ModelSpec, tokens: Tensor, table: Tensor, dtype: torch.dtype = t
     x = torch.zeros(*tokens.shape, width)
     x[..., : spec.hidden_size] = stream
     if spec.token_width:
-        x[..., spec.hidden_size] = tokens
+        x[..., spec.stream_width] = tokens
     return x
 
 
@@ -78,12 +79,14 @@ def carry(spec: ModelSpec, y: Tensor, x: Tensor, lent: Mapping[int, tuple[Tensor
 
     Args:
         spec: The architecture.
-        y: [B, S, C], a block's output.
+        y: [B, S, C], a block's output; of several streams all, or what they became.
         x: Its input.
         lent: As in `Carried`.
     """
     if x.shape[-1] == spec.hidden_size:
         return y
-    tokens = x[..., spec.hidden_size : spec.hidden_size + (spec.token_width > 0)]
+    at = spec.stream_width
+    y = functional.pad(y, (0, at - y.shape[-1]))
+    tokens = x[..., at : at + (spec.token_width > 0)]
     parts = (part.transpose(1, 2).flatten(-2) for layer in spec.lent_layers for part in lent[layer])
     return torch.cat((y, tokens, *parts), dim=-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from models.spec import DeltaSpec, HeadShape, LatentSpec, Mixer, MixtureSpec, ModelSpec, RopeSpec
+from models.spec import AltUpSpec, DeltaSpec, HeadShape, LatentSpec, Mixer, MixtureSpec, ModelSpec, RopeSpec
 
 Form = Literal["GGUF", "Hugging Face"]
 _SOURCE_BYTES: Mapping[Form, float] = {"Hugging Face": 2, "GGUF": 34 / 32}
@@ -195,16 +195,37 @@ def _gemma4(
     interval: int = 6,
     wide: int | None = None,
     shared: int = 0,
+    wider: bool = False,
     **others: Any,
 ) -> ModelSpec:
-    """Gemma 4; `heads` are query and key-value heads, `wide` key-value heads of the blocks without a window."""
+    """Gemma 4; `heads` are query and key-value heads, `wide` key-value heads of the blocks without a window.
+
+    Of blocks that share a cache the MLP may be twice as `wider`.
+    """
     plain = _spec("gemma4_text", hidden, intermediate, blocks, (*heads, 256), **{**_GEMMA4, **others})
     return replace(
         plain,
         windows=_windows(blocks, 512 if shared else 1024, interval),
         wide_heads=HeadShape(heads[0], wide or heads[1], 512),
         mixers=_mixers(blocks, "shared", range(blocks - shared)) if shared else (),
+        mlp_widths=(intermediate,) * (blocks - shared) + (2 * intermediate,) * shared if wider else (),
         token_width=256 if shared else 0,
+    )
+
+
+def _gemma3n(intermediate: int, blocks: int, shared: int) -> ModelSpec:
+    """Gemma 3n, of whose blocks the last ones share a cache."""
+    plain = _spec("gemma3n_text", 2048, intermediate, blocks, (8, 2, 256), max_context=32768, **_GEMMA4)
+    return replace(
+        plain,
+        vocab_size=262400,
+        windows=_windows(blocks, 512, 5),
+        mixers=_mixers(blocks, "shared", range(blocks - shared)),
+        token_width=256,
+        token_vocab=262144,
+        sparsity=(0.95,) * 10 + (0.0,) * (blocks - 10),
+        altup=AltUpSpec(streams=4, rank=64),
+        scaled=False,
     )
 
 
@@ -487,10 +508,26 @@ CATALOGUE: Sequence[CatalogueModel] = (
         license="Gemma",
     ),
     _model(
+        "Gemma 3n E2B",
+        "chat, many languages",
+        "google/gemma-3n-E2B-it",
+        _gemma3n(8192, 30, shared=10),
+        gated=True,
+        license="Gemma",
+    ),
+    _model(
+        "Gemma 3n E4B",
+        "chat, many languages",
+        "google/gemma-3n-E4B-it",
+        _gemma3n(16384, 35, shared=15),
+        gated=True,
+        license="Gemma",
+    ),
+    _model(
         "Gemma 4 E2B",
         "chat, many languages",
         "google/gemma-4-E2B-it",
-        _gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, shared_width=12288, max_context=131072),
+        _gemma4(1536, 6144, 35, (8, 1), interval=5, shared=20, wider=True, max_context=131072),
     ),
     _model(
         "Gemma 4 E4B",

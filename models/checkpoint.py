@@ -101,7 +101,7 @@ class Checkpoint:
             weight = weight + self.files.norm_offset
         if kind in ("q_norm", "k_norm") and self.files.family.proportional:
             weight = weight[self._turning_first(int(name.split(".")[1]))]
-        return weight * self._multiplier(name)
+        return weight.flatten() * self._multiplier(name)
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A linear layer by its name in `ModelSpec.linear_names()`; q, k, v and gate, up are fused.
@@ -122,6 +122,8 @@ class Checkpoint:
             entries = [entry.rows(int(name.split(".")[1]) * width, width) for entry in entries]
         weights = [entry.read() for entry in entries]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if (factors := self._input_scale(name)) is not None:
+            weight = weight.to(torch.float32) * self.files.entries[factors].read().to(torch.float32)
         return self._centered(name, self._multiplied(name, weight)), self.bias(name)
 
     def bias(self, name: str) -> torch.Tensor | None:
@@ -141,6 +143,8 @@ class Checkpoint:
         multipliers = self.files.multipliers
         part = multipliers.get("q" if name.endswith("qkv") else "gate" if name.endswith("gate_up") else "", 1.0)
         if name.endswith(STATE_QKV) or (self.files.family.centered and name.endswith((".o", ".down"))):
+            return None
+        if self._input_scale(name) is not None:
             return None
         whole = self._multiplier(name) == part == 1 and not turned and ".tokens." not in f".{name}"
         return parts if whole else None
@@ -190,6 +194,12 @@ class Checkpoint:
     def _multiplier(self, name: str) -> float:
         own, factors = name.split(".", 2)[-1], self.files.multipliers
         return factors.get(name, factors.get(own, factors.get(own.rsplit(".", 1)[-1], 1.0)))
+
+    def _input_scale(self, name: str) -> str | None:
+        """The tensor with factors of a linear layer's inputs; None: it has none."""
+        _, layer, own = name.split(".", 2) if name.startswith("layers.") else ("", "", "")
+        found = self.files.family.input_scales.get(own)
+        return None if found is None else f"model.layers.{layer}.{found}"
 
     def _expert_scale(self, name: str) -> float:
         """The factor of an expert's `down`. Those of a block are read together, and stay in memory."""
@@ -298,7 +308,8 @@ class Checkpoint:
 
         A row of the file's table has the embeddings of all blocks. Those that were asked for stay in memory.
         """
-        width, wanted = self.spec.token_width, tokens.flatten().tolist()
+        width, known = self.spec.token_width, self.spec.token_vocab or self.spec.vocab_size
+        wanted = [token if token < known else 0 for token in tokens.flatten().tolist()]
         table = self.files.entries[self._token_table()]
         for token in set(wanted) - self._token_rows.keys():
             self._token_rows[token] = table.rows(token, 1).read()[0]
@@ -308,7 +319,10 @@ class Checkpoint:
 
     def token_table(self, first: int, count: int) -> torch.Tensor:
         """Rows of the table of all blocks' own embeddings, float32 [count, blocks * P]."""
-        rows = self.files.entries[self._token_table()].rows(first, count).read()
+        table, known = self.files.entries[self._token_table()], self.spec.token_vocab or self.spec.vocab_size
+        parts = [table.rows(first, held).read()] if (held := min(count, known - first)) > 0 else []
+        parts += [table.rows(0, 1).read()] * (count - max(held, 0))
+        rows = torch.cat(parts)
         return rows.to(torch.float32) * self.files.multipliers.get("tokens", 1.0)
 
     def _token_table(self) -> str:
@@ -396,9 +410,11 @@ class Checkpoint:
             self._vector_keys("norm")[0]: (spec.hidden_size,),
         }
         if spec.token_width:
-            shapes[self._token_table()] = (spec.vocab_size, spec.num_layers * spec.token_width)
+            known = spec.token_vocab or spec.vocab_size
+            shapes[self._token_table()] = (known, spec.num_layers * spec.token_width)
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+        matrices = {} if spec.altup is None else spec.altup.matrices(spec.hidden_size)
         for layer in range(spec.num_layers):
             for vector, width in spec.block_vectors(layer).items():
                 if vector.endswith(self.files.family.made or "/"):
@@ -412,7 +428,9 @@ class Checkpoint:
                         parts = tuple(found) if sum(found) == width // taps else _parts(spec.delta)[: len(keys)]
                     shapes |= {key: (rows, 1, taps) for key, rows in zip(keys, parts, strict=True)}
                 else:
-                    shapes[keys[0]] = (width,)
+                    shapes[keys[0]] = matrices.get(vector.rpartition(".")[2], (width,))
+            for name, scale in self.files.family.input_scales.items():
+                shapes[f"model.layers.{layer}.{scale}"] = spec.linear_shape(f"layers.{layer}.{name}")[1:]
             if spec.has_experts(layer) and spec.mixture is not None and self.files.family.expert_scales:
                 shapes[f"model.layers.{layer}.{self.files.family.expert_scales}"] = (spec.mixture.num_experts,)
             for router, (scores, width) in spec.routers(layer).items():

@@ -19,7 +19,7 @@ from models import recurrent, rope
 from models.architecture import Eager, Node, block_graph, head_graph, step_graph
 from models.carried import Carried, begin, carry
 from models.routing import route
-from models.spec import CLAMPED_GAIN, XIELU_SLOPES, ModelSpec, RopeSpec, expert_of, router_of
+from models.spec import CLAMPED_GAIN, ModelSpec, RopeSpec, expert_of, router_of
 
 _HEAD_ROWS = 8192
 """Output channels of the head converted at a time, if it isn't kept in memory."""
@@ -460,8 +460,8 @@ class _Operations(Eager):
     def activated(self, x: Tensor, layer: int) -> Tensor:
         return super().activated(x.to(self.oracle.dtype), layer)
 
-    def slopes(self, layer: int) -> tuple[Tensor, ...]:
-        return tuple(self.oracle.parameters(f"layers.{layer}.{own}")[0] for own in XIELU_SLOPES)
+    def vector(self, name: str) -> Tensor:
+        return self.oracle.parameters(name)[0]
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         x, spec = gate.to(self.oracle.dtype), self.spec
@@ -471,11 +471,9 @@ class _Operations(Eager):
         return (functional.silu(x) if spec.activation == "silu" else functional.gelu(x, approximate="tanh")) * up
 
     def add(self, node: Node) -> Tensor:
-        x, y = self.of(node), self.of(node, 1)
         if node.norm and self.oracle.observe is not None:
-            self.oracle.observe(node.norm, y)
-        total = x + (self.rms(y, node.norm) if node.norm else y)
-        return total * self.oracle.parameters(node.scale)[0] if node.scale else total
+            self.oracle.observe(node.norm, self.of(node, 1))
+        return super().add(node)
 
     def rows(self, node: Node) -> Tensor:
         return self.of(node) if self.wanted is None else self.of(node)[:, list(self.wanted)]

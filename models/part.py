@@ -16,7 +16,12 @@ from models.spec import ModelSpec
 
 
 def seams(spec: ModelSpec) -> tuple[int, ...]:
-    """Numbers of blocks that a first part can have: a block stays with the one whose cache it reads, ascending."""
+    """Numbers of blocks that a first part can have: a block stays with the one whose cache it reads, ascending.
+
+    None where the stream is several, which does not cross over.
+    """
+    if spec.altup is not None:
+        return ()
     apart = {
         seam
         for layer in range(spec.num_layers)
@@ -39,6 +44,8 @@ def part_of(spec: ModelSpec, first: int, last: int) -> ModelSpec:
         nope_layers=tuple(layer - first for layer in spec.nope_layers if layer in inside),
         mixers=spec.mixers[first:last],
         query_heads=spec.query_heads[first:last],
+        mlp_widths=spec.mlp_widths[first:last],
+        sparsity=spec.sparsity[first:last],
         bare=tuple(layer - first for layer in spec.bare if layer in inside),
         mixture=mixture,
         embeds=spec.embeds and first == 0,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "yarn"]
@@ -39,6 +41,8 @@ TOKEN_LINEARS = ("inner.gate_up", "tokens.gate_up", "inner.down")
 to the stream."""
 STATE_QKV, STATE_O = "state.qkv", "state.o"
 """Further linear layers of a block with a state beside attention, as `qkv` and `o` are of one that has no attention."""
+LAUREL_LINEARS = ("laurel.gate_up", "laurel.down")
+"""Further linear layers of a block of several streams, in front of attention: to the rank of LAuReL, and back."""
 _OF_STATES = ("conv", "conv_bias", "decay", "dt", "skip", "gain")
 """Vectors of a delta rule."""
 JOIN = "join.down"
@@ -198,6 +202,30 @@ class MixtureSpec:
         return self.experts + (self.shared > 0 and self.gated)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpSpec:
+    """A residual stream that is several, of which blocks read and write the first (Baykal et al. 2023, AltUp).
+
+    What a block reads is in front predicted from all streams, by numbers that the first one chooses; what it made of
+    the first corrects all of them. Source of the form: Gemma 3n.
+    """
+
+    streams: int
+    """S, of C channels each."""
+    rank: int
+    """R, of LAuReL: the norm of a low-rank product, and what it reads, are added to the stream beside attention, and
+    the sum is divided by √2 (Menghani et al. 2024)."""
+
+    def matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Shapes of those of a block that stay in float32, by name."""
+        S = self.streams
+        return {"altup_router": (S, hidden), "altup_predict": (S * S, S), "altup_correct": (S, S)}
+
+    def ends(self, end: Literal["spread", "merge"]) -> tuple[str, ...]:
+        """Linear layers, C to C, of all streams but the first: in front of the first block, or behind the last."""
+        return tuple(f"{end}{stream}.down" for stream in range(1, self.streams))
+
+
 def router_of(layer: int) -> str:
     """Name of the router of a block. It may have `layers.3.router_bias` and `layers.3.router_correction`."""
     return f"layers.{layer}.router"
@@ -323,10 +351,16 @@ class ModelSpec:
     activation: Activation = "silu"
     gate_limit: float = 0.0
     """`clamped_silu`: most of g and of up, whose least is its negative."""
-    shared_width: int | None = None
-    """Width of the MLP in blocks that share a cache, where it is another one (Gemma 4)."""
+    mlp_widths: tuple[int, ...] = ()
+    """Width of each block's MLP, where blocks differ (Gemma 4)."""
+    sparsity: tuple[float, ...] = ()
+    """Of each block the share of its MLP's gates, if they are normally distributed, that is cut to 0 (Gemma 3n)."""
     token_width: int = 0
     """P, width of a token's embeddings for each block, which it adds behind its MLP (Gemma 4); 0: there are none."""
+    token_vocab: int | None = None
+    """Tokens that have such embeddings, where these are fewer than V: the others have the first's (Gemma 3n)."""
+    altup: AltUpSpec | None = None
+    """Whether the residual stream is several; then blocks have embeddings of their own, and norms behind."""
     scaled: bool = False
     """Whether the residual stream is multiplied by a number of each block at its end (Gemma 4)."""
     mixture: MixtureSpec | None = None
@@ -370,7 +404,25 @@ class ModelSpec:
         return self.norm_before or before, self.norm_after and not before
 
     def mlp_width(self, layer: int) -> int:
-        return self.shared_width if self.shared_width and self.mixer(layer) == "shared" else self.intermediate_size
+        return self.mlp_widths[layer] if self.mlp_widths else self.intermediate_size
+
+    def cut(self, layer: int) -> float | None:
+        """Where a block's gates end, in standard deviations above their mean; None: they don't."""
+        share = self.sparsity[layer] if self.sparsity else 0.0
+        return NormalDist().inv_cdf(share) if share > 0 else None
+
+    @property
+    def stream_width(self) -> int:
+        """Channels of the residual stream between two blocks."""
+        return self.hidden_size * (1 if self.altup is None else self.altup.streams)
+
+    def spreads(self, layer: int) -> bool:
+        """Whether the stream becomes several in front of a block."""
+        return self.altup is not None and self.embeds and layer == 0
+
+    def merges(self, layer: int) -> bool:
+        """Whether it becomes one again behind a block."""
+        return self.altup is not None and self.has_head and layer == self.num_layers - 1
 
     def mixer_of(self, name: str) -> Mixer:
         """The mixer that a linear layer or a vector belongs to, `layers.3.state.o`; of two, one of them."""
@@ -428,12 +480,16 @@ class ModelSpec:
         if self.delta is not None and self.delta.mamba:
             twice = self.delta.value_heads * (self.hidden_size + self.delta.biased)
             count -= twice * len(self.state_layers)
+        if self.token_width:  # the norm of what blocks share
+            count -= (self.num_layers - 1) * self.token_width
+        if self.altup is not None:  # a factor of each channel that `inner.gate_up` reads, for one that is no tensor
+            count += self.num_layers * (self.hidden_size - 1)
         return count - self.hidden_size * self.num_layers * self.parallel
 
     @property
     def token_weights(self) -> int:
         """Of these, the embeddings of blocks' own, of which a token reads a row."""
-        return self.vocab_size * self.num_layers * self.token_width
+        return (self.token_vocab or self.vocab_size) * self.num_layers * self.token_width
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has a mixture of experts in place of an MLP."""
@@ -464,8 +520,10 @@ class ModelSpec:
         A convolution's `conv` is [taps, C], tap by tap, and `conv_bias` [C]. A delta rule's `conv` is [taps, channels];
         `decay` and `dt` have a number for each value head, -exp(A) and the step's bias; `gain` [Dv] is the weight of
         the norm of each head's output. Mamba-2 has a `conv_bias`, too, `skip` with a factor of each head's values, and
-        a `gain` of all heads. `scale` is what the stream is multiplied by, `rising` and
-        `falling` are the slopes of xIELU on either side.
+        a `gain` of all heads. `scale` is what the stream is multiplied by, `laurel_scale` what it is before the MLP;
+        `rising` and `falling` are the slopes of xIELU on either side. Of several streams `altup_norm` [C] and
+        `altup_router` [S, C] make S numbers of a stream, `altup_predict` [S², S] and `altup_correct` [S, S] what
+        streams take from each other and from a block.
         """
         before, after = self.norms(layer)
         vectors = {"input_norm": self.hidden_size, "post_norm": self.hidden_size} if before else {}
@@ -497,6 +555,10 @@ class ModelSpec:
             vectors |= {"tokens.gate_up_norm": self.token_width, "inner.down_norm": self.hidden_size}
         if self.scaled:
             vectors["scale"] = 1
+        if self.altup is not None:
+            C = self.hidden_size
+            vectors |= {"altup_norm": C, "laurel.down_norm": C, "laurel_scale": 1}
+            vectors |= {name: math.prod(shape) for name, shape in self.altup.matrices(C).items()}
         if self.activation == "xielu":
             vectors |= dict.fromkeys(XIELU_SLOPES, 1)
         if self.joins:
@@ -600,6 +662,11 @@ class ModelSpec:
             return inside if kind == "gate_up" else inside[::-1]
         if name.endswith(QUERIES) and self.latent is not None:
             return self.q_width, self.latent.query_rank
+        if self.altup is not None and name.endswith(
+            (*LAUREL_LINEARS, *self.altup.ends("spread"), *self.altup.ends("merge"))
+        ):
+            width = self.altup.rank if name.endswith(LAUREL_LINEARS) else self.hidden_size
+            return (width, self.hidden_size) if kind == "gate_up" else (self.hidden_size, width)
         if self.mixture is not None and (
             expert_of(name) is not None or (name == kind and not self.mixture.parallel_mlp)
         ):
@@ -657,8 +724,12 @@ class ModelSpec:
             kinds = (STATE_QKV, "qkv", STATE_O, *kinds[1:])
         if layer in self.bare:
             kinds = kinds[:-2]
+        if self.altup is not None:
+            kinds = (*(self.altup.ends("spread") if self.spreads(layer) else ()), "qkv", *LAUREL_LINEARS, *kinds[1:])
+        behind: tuple[str, ...] = TOKEN_LINEARS if self.token_width else ()
+        behind += self.altup.ends("merge") if self.altup is not None and self.merges(layer) else ()
         plain = tuple(f"{prefix}.{kind}" for kind in ((JOIN, *kinds) if self.joins else kinds))
-        last = tuple(f"{prefix}.{kind}" for kind in (TOKEN_LINEARS if self.token_width else ()))
+        last = tuple(f"{prefix}.{kind}" for kind in behind)
         if self.mixture is None or not self.has_experts(layer):
             return (*plain, *last)
         named = range(self.mixture.num_experts if experts is None else experts)

@@ -113,6 +113,8 @@ class Family:
     """Modules of an expert that make up each of its linear layers."""
     expert_scales: str = ""
     """Vector of a block with a factor of each expert, which folds into its `down`."""
+    input_scales: Mapping[str, str] = field(default_factory=dict)
+    """Vectors of a block with a factor of each input of a linear layer, which fold into it."""
     alternating: bool = False
     """Whether gate and up alternate in tensors of all experts, which are [E, inputs, outputs] (`models.experts`)."""
     predicts_further: bool = False
@@ -340,6 +342,21 @@ def listed_windows(fields: Fields, num_layers: int, window: int | None) -> tuple
             f"'use_sliding_window' gives a width. {fields.remedy}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def shared_mixers(fields: Fields, windows: tuple[int | None, ...]) -> tuple[Mixer, ...]:
+    """Mixers of blocks of which the last `num_kv_shared_layers` read the cache of an earlier one; () where none do.
+
+    Raises:
+        CheckpointError: No block is left whose cache one with, or one without, a window reads.
+    """
+    shared = fields.count("num_kv_shared_layers", len(windows))
+    own = [window is None for window in windows[: len(windows) - shared]]
+    if not {window is None for window in windows} <= set(own):
+        why = "so few that a block of each kind is left whose cache is read"
+        raise fields.wrong("num_kv_shared_layers", shared, why)
+    mixers: tuple[tuple[Mixer, int], ...] = (("attention", len(own)), ("shared", shared))
+    return tuple(mixer for mixer, count in mixers for _ in range(count)) if shared else ()
 
 
 def used_window(fields: Fields) -> int | None:

@@ -42,6 +42,10 @@ class Fields:
         """A whole number of at least 1, or None where the key is absent or null."""
         return None if self.table.get(key) is None else self.integer(key, most=most)
 
+    def count(self, key: str, most: int) -> int:
+        """A whole number that may be 0, which an absent key means."""
+        return 0 if self.table.get(key) in (None, 0) else self.integer(key, most=most)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(key, default)

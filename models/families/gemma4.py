@@ -28,10 +28,11 @@ from models.families.family import (
     listed_windows,
     read_common,
     read_mixture,
+    shared_mixers,
 )
 from models.families.fields import Fields
 from models.families.rotary import rope_specs
-from models.spec import HeadShape, Mixer, MixtureSpec, ModelSpec
+from models.spec import HeadShape, MixtureSpec, ModelSpec
 
 _ABSENT: Mapping[str, Any] = {
     "vocab_size": 262144,
@@ -47,8 +48,6 @@ _ABSENT: Mapping[str, Any] = {
 }
 """What an absent key means."""
 _INTERVAL = 6
-_OWN: tuple[Mixer, ...] = ("attention",)
-_SHARED: tuple[Mixer, ...] = ("shared",)
 _THETA, _LOCAL_THETA, _SHARE = 1e6, 1e4, 0.25
 
 
@@ -74,11 +73,6 @@ def _wide_heads(fields: Fields, heads: int, kv_heads: int) -> HeadShape:
     return HeadShape(heads, *shape)
 
 
-def _count(fields: Fields, key: str, most: int) -> int:
-    """A number that may be 0."""
-    return 0 if fields.table.get(key) in (None, 0) else fields.integer(key, most=most)
-
-
 def _read(fields: Fields) -> ModelSpec:
     full = fields.with_defaults(_ABSENT)
     common = read_common(full)
@@ -92,12 +86,9 @@ def _read(fields: Fields) -> ModelSpec:
     if wide.dim % 2:
         raise full.wrong("global_head_dim", wide.dim, "an even number")
     rope, local = _ropes(full, common["head_dim"], wide.dim, common["max_context"])
-    shared = _count(full, "num_kv_shared_layers", layers)
-    mixers: tuple[Mixer, ...] = (*_OWN * (layers - shared), *_SHARED * shared)
-    own = windows[: layers - shared]
-    if any((seen is None) not in [each is None for each in own] for seen in windows[layers - shared :]):
-        raise full.wrong("num_kv_shared_layers", shared, "so few that a block of each kind is left whose cache is read")
-    tokens, vocabulary = _count(full, "hidden_size_per_layer_input", 1 << 20), common["vocab_size"]
+    mixers = shared_mixers(full, windows)
+    width, wider = common["intermediate_size"], full.flag("use_double_wide_mlp", False)
+    tokens, vocabulary = full.count("hidden_size_per_layer_input", 1 << 20), common["vocab_size"]
     known = full.integer("vocab_size_per_layer_input", vocabulary) if tokens else vocabulary
     if known != vocabulary:
         raise full.wrong("vocab_size_per_layer_input", known, f"vocab_size ({vocabulary})")
@@ -107,13 +98,13 @@ def _read(fields: Fields) -> ModelSpec:
         rope=rope,
         window_rope=local,
         windows=windows,
-        mixers=mixers if shared else (),
+        mixers=mixers,
         norm_after=True,
         inner_eps=eps,
         **attention_biases(full),
         qk_norm=True,
         v_norm=True,
-        shared_width=2 * common["intermediate_size"] if full.flag("use_double_wide_mlp", False) else None,
+        mlp_widths=tuple(width * (1 + (mixer == "shared")) for mixer in mixers) if wider and mixers else (),
         token_width=tokens,
         scaled=True,
         logit_cap=fields.optional_number("final_logit_softcapping"),

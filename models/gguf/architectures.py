@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ _LARGEST = {"gemma2": 46, "gemma3": 62, "exaone4": 64}
 _EXAONE_WINDOW = 4096
 """That of the largest EXAONE 4, where a file doesn't say."""
 _LOCAL_THETA = 1e4
+_OWN_CACHES = 20
+"""Blocks of Gemma 3n with a cache of their own, where a file doesn't say."""
 _SIGMOID = 2
 """Number of the function that makes scores of a router's logits."""
 _COMMON_MAMBA = {
@@ -52,7 +55,7 @@ _NEMOTRONS_MAMBA = {
     "bias": "use_bias",
 }
 """What config.json calls sizes of Mamba-2 (`_mamba`)."""
-_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "exaone4": 4, "olmo2": 4, "cohere2": 4}
+_INTERVALS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "exaone4": 4, "olmo2": 4, "cohere2": 4}
 """Every so many blocks one has no window, where a file doesn't say."""
 
 
@@ -71,6 +74,8 @@ class Architecture:
     delta: bool = False
     post_norm: str = "ffn_norm"
     """Name of the norm before the MLP."""
+    widths: bool = False
+    """Whether MLPs of blocks may differ, where heads do not."""
     wide: bool = False
     """Whether blocks without a window have heads of their own, and others, too, may differ."""
     pairs: bool = False
@@ -432,6 +437,30 @@ def _gemma(fields: Fields, name: str, config: Mapping[str, Any], _tensors: froze
     return found
 
 
+def _gemma3n(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
+    """Where gates are cut is a number of standard deviations; what files leave out is that of the published models."""
+    blocks = config["num_hidden_layers"]
+    found = {
+        **_layers(fields, name, blocks),
+        "intermediate_size": each_block(fields, f"{name}.feed_forward_length", blocks),
+        "rope_local_base_freq": shortest(fields.number(f"{name}.rope.freq_base_swa", _LOCAL_THETA)),
+        "altup_num_inputs": fields.integer(f"{name}.altup.num_inputs", 4),
+        "altup_active_idx": fields.table.get(f"{name}.altup.active_idx") or 0,
+        "num_kv_shared_layers": fields.table.get(f"{name}.attention.shared_kv_layers", max(0, blocks - _OWN_CACHES)),
+        "hidden_size_per_layer_input": fields.integer(f"{name}.embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "attention_bias": Q_BIAS in tensors,
+        "final_logit_softcapping": shortest(fields.number(f"{name}.final_logit_softcapping", 30.0)),
+    }
+    key = f"{name}.activation_sparsity_scale"
+    scales = fields.table.get(key)
+    if scales is not None:
+        if not isinstance(scales, list | memoryview) or len(scales) != blocks:
+            raise fields.wrong(key, scales, f"a list of {blocks} numbers")
+        found["activation_sparsity_pattern"] = [round(NormalDist().cdf(scale), 6) for scale in scales]
+    return found
+
+
 def _gemma4(fields: Fields, name: str, config: Mapping[str, Any], tensors: frozenset[str]) -> dict[str, Any]:
     """Sizes by block are read off lists; values are made by keys where the first block without a window has none."""
     blocks, head_dim = config["num_hidden_layers"], config["head_dim"]
@@ -545,6 +574,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(model_type="gemma", options=_first_gemma),
     "gemma2": Architecture(model_type="gemma2", caps=CAPS, windows=True, options=_gemma),
     "gemma3": Architecture(model_type="gemma3_text", caps=CAPS[1:], windows=True, options=_gemma),
+    "gemma3n": Architecture(model_type="gemma3n_text", caps=CAPS[1:], windows=True, widths=True, options=_gemma3n),
     "gemma4": Architecture(
         model_type="gemma4_text", caps=CAPS[1:], windows=True, wide=True, experts=True, options=_gemma4
     ),

@@ -205,7 +205,7 @@ def config_of(header: Header, tensors: Mapping[str, GgufTensor]) -> dict[str, An
 
 def _width(fields: Fields, name: str, blocks: int, absent: int | None) -> int:
     key = f"{name}.feed_forward_length"
-    if ARCHITECTURES[name].wide:
+    if ARCHITECTURES[name].wide or ARCHITECTURES[name].widths:
         return each_block(fields, key, blocks)[0]
     return _only(fields, key, "an MLP").integer(key, absent)
 

@@ -58,11 +58,16 @@ _NORMS = {
     "post_attention_norm": "o_norm",
     "post_ffw_norm": "down_norm",
     "post_norm": "inner.down_norm",
+    "laurel_post_norm": "laurel.down_norm",
+    "altup_router_norm": "altup_norm",
+    "altup_router": "altup_router",
+    "altup_predict_coef": "altup_predict",
+    "altup_correct_coef": "altup_correct",
     "post_ffw_norm_1": "mlp_norm",
     "pre_ffw_norm_2": "experts_norm",
     "post_ffw_norm_2": "experts_down_norm",
 }
-"""Norms by the names of `models.architecture`."""
+"""Norms, and matrices that stay in float32, by the names of `models.architecture`."""
 _VECTORS = {
     "attn_sinks.weight": "sinks",
     "layer_output_scale.weight": "scale",
@@ -104,14 +109,23 @@ _MIXERS = {
 """Modules of blocks with another mixer than attention, by one of them. Those of Qwen3-Next are divided or not."""
 _COLUMNS = ("ssm_a", "ssm_d", "ssm_norm")
 """Vectors that some architectures store as a matrix."""
-_TOKENS = {"inp_gate": "inner.gate_up", "proj": "inner.down"}
-"""Linear layers of blocks with embeddings of their own, by the names of `models.architecture`."""
+_FURTHER_LINEAR = {
+    "inp_gate": "inner.gate_up",
+    "proj": "inner.down",
+    "laurel_l": "laurel.gate_up",
+    "laurel_r": "laurel.down",
+}
+"""Linear layers of blocks with embeddings of their own or several streams, by the names of `models.architecture`."""
 _OUTER = {
     "per_layer_token_embd": "tokens",
     "per_layer_model_proj": "tokens.gate_up",
     "per_layer_proj_norm": "tokens.gate_up_norm",
+    "altup_proj": "spread1.down",
+    "altup_unembd_proj": "merge1.down",
 }
 """What these blocks share."""
+_FIRST = ".0"
+"""How the module ends of the first of several matrices that are one tensor."""
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are not weights but tables, which Hugging Face's format keeps in config.json."""
 _NAME = re.compile(
@@ -354,6 +368,8 @@ def _whole(family: Family) -> dict[str, str]:
                 found[own] = family.vector(f"layers.0.{part}", mixer)[0].removeprefix("model.layers.0.")
     if family.model_type == "falcon_h1":
         found["ffn_norm"] = family.vector("layers.0.post_norm")[0].removeprefix("model.layers.0.")
+    if "inner.gate_up" in family.input_scales:
+        found["altup_correct_scale.weight"] = family.input_scales["inner.gate_up"]
     return found | ({"ffn_down_exps.scale": family.expert_scales} if family.expert_scales else {})
 
 
@@ -368,7 +384,8 @@ def _block(architecture: str, family: Family) -> dict[str, str]:
         own["ffn_gate"] = gate[0]
     mixing = {module for sources in family.mixer_sources.values() for modules in sources.values() for module in modules}
     mixers = {name: module for own, modules in _MIXERS.items() if own in mixing for name, module in modules.items()}
-    tokens = {own: family.linear_sources[name][0] for own, name in _TOKENS.items() if name in family.linear_sources}
+    linears = family.linear_sources
+    tokens = {own: linears[name][0] for own, name in _FURTHER_LINEAR.items() if name in linears}
     fused = {} if family.alternating else {"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}
     latents = _LATENTS if QUERIES in family.linear_sources else {}
     further = _FURTHER if family.predicts_further else {}
@@ -421,6 +438,10 @@ def tensors_of(header: Header, architecture: str, family: Family, orders: Mappin
         tensor = GgufTensor(info=info, order=orders.get(module), convolves=convolves, flat=flat)
         if module == "mlp.shared_expert_gate" and len(info.shape) == 1:
             tensor = tensor.rows(0, 1)
+        if str(module).endswith(_FIRST) and len(tensor.shape) == 3:
+            stem, (count, rows, _) = str(module).removesuffix(_FIRST), tensor.shape
+            tensors |= {f"{stem}.{at}.{match['part']}": tensor.rows(at * rows, rows) for at in range(count)}
+            continue
         tensors[("" if match["layer"] is None else f"model.layers.{int(match['layer'])}.") + str(own)] = tensor
     return tensors
 
@@ -431,6 +452,8 @@ def name_in_file(name: str, architecture: str, family: Family) -> str:
     for own, module in _outer(family).items():
         if name.startswith(f"{module}."):
             return own + name.removeprefix(module)
+        if module.endswith(_FIRST) and name.startswith(module.removesuffix("0")):
+            return f"{own}.weight"
     _, _, layer, rest = name.split(".", 3)
     for own, vector in _whole(family).items():
         if rest == vector:

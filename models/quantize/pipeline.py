@@ -89,7 +89,8 @@ class Pipeline:
             what = "mixtures of experts" if spec.mixture is not None else f"{spec.family} models"
             rest = f"choose {', '.join(able[:-1])} or {able[-1]}"
             raise QuantizationError(f"{recipe.method} does not quantize {what}; {rest}")
-        if recipe.smooth_attention and (spec.wide_heads is not None or spec.latent is not None):
+        shared = spec.wide_heads is not None or "shared" in spec.mixers
+        if recipe.smooth_attention and (shared or spec.latent is not None):
             why = "a norm follows them" if spec.latent is not None else "blocks have them in two widths or share them"
             raise QuantizationError(
                 f"keys of {spec.family} models cannot be smoothed, because {why}; leave the step out"

@@ -123,6 +123,8 @@ def buffer_bytes(spec: ModelSpec, context: int, rows: int) -> int:
     widths = 3 * spec.hidden_size + heads + 3 * max(map(spec.mlp_width, blocks))
     if spec.token_width:
         widths += spec.hidden_size + 4 * spec.token_width
+    if spec.altup is not None:  # streams, the first one predicted, and what linear layers make of the others
+        widths += 2 * spec.stream_width
     total = 4 * (rows * widths + 2 * spec.vocab_size) + table_bytes(spec, context)
     if spec.mixture is None:
         return total

@@ -21,7 +21,7 @@ PUBLISHED = {
     "Qwen2.5 0.5B": 494_032_768, "Qwen2.5 1.5B": 1_543_714_304, "Qwen2.5 7B": 7_615_616_512, "Qwen3 0.6B": 596_049_920,
     "Qwen3 1.7B": 1_720_574_976, "Qwen3 4B": 4_022_468_096, "Qwen3 8B": 8_190_735_360, "Llama 3.2 1B": 1_235_814_400,
     "Llama 3.2 3B": 3_212_749_824, "Llama 3.1 8B": 8_030_261_248, "SmolLM3 3B": 3_075_098_624,
-    "Gemma 3 1B": 999_885_952, "Gemma 3 4B": 3_880_263_168, "Gemma 4 E2B": 4_628_578_083, "Gemma 4 E4B": 7_463_023_914,
+    "Gemma 3 1B": 999_885_952, "Gemma 3 4B": 3_880_263_168, "Gemma 4 E2B": 4_628_569_379, "Gemma 4 E4B": 7_463_013_418,
     "Gemma 4 26B-A4B": 25_247_555_870, "Gemma 4 31B": 30_807_445_820, "LFM2 1.2B": 1_170_340_608,
     "Phi-4 mini": 3_836_021_760, "Qwen3 14B": 14_768_307_200, "OLMoE 1B-7B": 6_919_161_856,
     "gpt-oss 20B": 20_914_757_184, "Qwen3 30B-A3B": 30_532_122_624, "Qwen3.5 35B-A3B": 34_660_610_688,
@@ -30,10 +30,11 @@ PUBLISHED = {
     "Granite 4 h-350m": 340_332_224, "Granite 4 h-1b": 1_461_538_368, "Granite 4 h-micro": 3_191_396_096,
     "Granite 4 h-tiny": 6_939_037_248, "Falcon-H1 0.5B": 521_411_104, "AFM 4.5B": 4_619_184_640,
     "Command R7B": 8_028_033_024, "Apertus 8B": 8_053_338_176, "LFM2 8B-A1B": 8_339_930_560,
+    "Gemma 3n E2B": 4_435_182_688, "Gemma 3n E4B": 6_835_235_568,
     "GLM-4.7-Flash": 29_943_393_920, "Nemotron 3 Nano 30B-A3B": 31_577_940_288, "Laguna XS.2": 33_442_617_088,
 }  # fmt: skip
-"""Weights as published with each model; of Qwen3.5, Ministral 3, ERNIE, Gemma 4 and all from Granite 4 on what their
-configurations make, for no exact numbers were found: those agree with the rounded ones of their cards."""
+"""Weights as published with each model; of Qwen3.5, Ministral 3, ERNIE, Gemma 3n and 4 and all from Granite 4 on what
+their configurations make, for no exact numbers were found: those agree with the rounded ones of their cards."""
 GB = 10**9
 EMPTY = Status(state="empty")
 CARD = "NVIDIA GeForce RTX 4050 Laptop GPU"

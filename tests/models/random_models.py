@@ -47,6 +47,18 @@ VALUES_OF_GEMMA4 = {
     "final_logit_softcapping": 1.5,
 }
 SHARING = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
+GEMMA3N = {
+    "sliding_window": 5,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": [48, 40, 48, 36],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 61,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.9, 0.3, 0.0, 0.5],
+    "final_logit_softcapping": 2.0,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 DELTA = {
@@ -293,6 +305,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {**GEMMA4, **OF_GEMMA4, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2, "layer_types": MIXED[:2]},
     ),
+    "gemma3n": ("Gemma3n", {**GEMMA3N, "layer_types": [*MIXED[:2], *MIXED[:2]], "rope_parameters": LAYERED_ROPE}),
+    "gemma3n-streams": (
+        "Gemma3n",
+        {
+            **GEMMA3N,
+            "num_hidden_layers": 3,
+            "layer_types": MIXED,
+            "intermediate_size": 48,
+            "activation_sparsity_pattern": None,
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "vocab_size_per_layer_input": 67,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma4-unified": (
         "Gemma4Unified",
         {**GEMMA4, "num_hidden_layers": 3, "layer_types": [*MIXED[:2], MIXED[1]], "final_logit_softcapping": 1.5},
@@ -417,7 +444,16 @@ MECHANISMS = frozenset(
     {
         *("llama3.2", "phi3.5-longrope", "qwen2-window", "mistral-window", "granite", "gemma2", "olmo2", "hunyuan"),
         *("qwen3-moe-dense", "gpt-oss", "glm4-moe", "gemma4-shared", "gemma4-experts", "lfm2", "qwen3.5-moe"),
-        *("granite4-h-moe", "glm4-flash", "apertus", "cohere2", "nemotron-h-moe", "falcon-h1", "olmo-hybrid"),
+        *(
+            "gemma3n",
+            "granite4-h-moe",
+            "glm4-flash",
+            "apertus",
+            "cohere2",
+            "nemotron-h-moe",
+            "falcon-h1",
+            "olmo-hybrid",
+        ),
     }
 )
 """Those that have norms, rotary embeddings, windows, experts, states and shared caches of each kind.
@@ -435,7 +471,7 @@ DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
     *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
-    *("OlmoHybrid", "MuseGlimmer"),
+    *("OlmoHybrid", "MuseGlimmer", "Gemma3n"),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -486,6 +522,24 @@ def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: i
             },
             "sliding_attention": _drawn_rope(generator),
         },
+    }
+
+
+def _drawn_gemma3n(generator: random.Random, window: int, mask: list[str], _dim: int) -> dict[str, Any]:
+    fewest = max(mask.index(kind) for kind in set(mask)) + 1  # so many blocks keep a cache of each kind
+    return {
+        "sliding_window": window,
+        "layer_types": mask,
+        "intermediate_size": [generator.randint(5, 90) for _ in mask],
+        "num_kv_shared_layers": generator.randint(0, len(mask) - fewest),
+        "hidden_size_per_layer_input": generator.randint(3, 20),
+        "vocab_size_per_layer_input": generator.randint(20, SIZES["vocab_size"]),
+        "altup_num_inputs": generator.randint(2, 5),
+        "laurel_rank": generator.randint(1, 20),
+        "activation_sparsity_pattern": [generator.choice([0.0, generator.uniform(0.1, 0.97)]) for _ in mask],
+        "attention_bias": generator.random() < 0.5,
+        "final_logit_softcapping": generator.choice([2.0, 30.0]),
+        "rope_parameters": {"full_attention": _drawn_rope(generator), "sliding_attention": _drawn_rope(generator)},
     }
 
 
@@ -596,6 +650,7 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         **_drawn_gemma(own, window, mask),
         "rope_parameters": {"full_attention": _drawn_rope(own), "sliding_attention": _drawn_rope(own)},
     },
+    "Gemma3n": _drawn_gemma3n,
     "Gemma4": _drawn_gemma4,
     "NemotronH": _drawn_nemotron,
     "FalconH1": _drawn_falcon,
@@ -852,7 +907,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(sum(map(ord, seed or family)))
-    texts = ("MuseGlimmer", "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
+    texts = ("MuseGlimmer", "Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     kind = f"{family}Text" if family in texts else family
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     # Only there are scores capped.
@@ -870,7 +925,7 @@ def random_model(family: str, *, seed: str = "", **changes: Any) -> Any:
                     or (family.startswith(("Qwen3_5", "Qwen3Next")) and "linear_attn" not in name)
                 )
                 parameter.normal_(0.0 if offset else 1.0, 0.3)
-                if family.startswith("Gemma4") and "q_norm" in name:
+                if family.startswith(("Gemma3n", "Gemma4")) and "q_norm" in name:
                     parameter.mul_(0.3)  # scores are not divided by the root of D
             else:
                 parameter.normal_(0.0, 0.5 if parameter.ndim == 1 else 1.5 / math.sqrt(parameter.shape[-1]))

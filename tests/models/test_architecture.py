@@ -13,7 +13,7 @@ from models.part import part_of
 from runtime.backends.cpu.plan import PlanOperations
 from runtime.backends.reference.decoder import _Pass
 from tests.runtime.backends.triton.conftest import DEVICE
-from tests.runtime.conftest import SHARED, make_spec
+from tests.runtime.conftest import SHARED, STREAMS, make_spec
 
 DENSE = Counter(read=5, linear=9, attend=2, gate=2, add=4, embed=1, rows=1)
 
@@ -26,10 +26,11 @@ def test_a_dense_model_has_ten_nodes_a_block() -> None:
 
 
 def test_every_node_is_read_once_but_the_stream_the_last_and_what_every_block_reads() -> None:
-    for spec in (make_spec(), make_spec(**SHARED)):
+    for spec in (make_spec(), make_spec(**SHARED), make_spec(**STREAMS)):
         graph = step_graph(spec)
         for node in graph.nodes[:-1]:
-            several = node.kind in ("embed", "tokens", "add")
+            several = node.kind in ("embed", "tokens", "add", "predict", "correct")
+            several |= node.kind == "read" and spec.altup is not None
             assert len(graph.readers[node]) == 1 or (several and len(graph.readers[node]) > 1), node
         assert graph.reader(graph.nodes[-1]) is None
         dropped = [own for ended in graph.ends.values() for own in ended]
@@ -62,10 +63,13 @@ def test_a_graph_is_printed_as_it_runs() -> None:
 
 @pytest.mark.parametrize("name", ["oracle", "reference", "cpu", "triton"])
 def test_who_runs_a_graph_knows_every_kind_of_node(name: str) -> None:
-    """The oracle's are whole models and blocks. The GPU backend loads no block that predicts further tokens."""
+    """The oracle's are whole models and blocks.
+
+    The GPU backend loads no block that predicts further tokens, and no stream that is several.
+    """
     from runtime.backends.triton.forward import Pass
 
     runs: dict[str, Any] = {"oracle": _Operations, "reference": _Pass, "cpu": PlanOperations, "triton": Pass}
     lacking = [kind for kind in get_args(Kind) if not callable(getattr(runs[name], kind, None))]
-    assert lacking == (["join"] if name == "triton" else [])
+    assert lacking == (["join", "spread", "predict", "correct", "merge"] if name == "triton" else [])
     assert DEVICE

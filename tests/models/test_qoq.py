@@ -63,12 +63,14 @@ def nothing() -> None:
     pass
 
 
+REFUSED = (*MIXTURES, "Gemma3n", "Gemma4", "Gemma4Unified", "FalconH1")
 DENSE = [
     case
     for case, (family, changes) in CASES.items()
-    if family not in (*MIXTURES, "Gemma4", "Gemma4Unified", "FalconH1") and not changes.get("num_local_experts")
+    if family not in (*MIXTURES, "Gemma3n", "Gemma4", "Gemma4Unified", "FalconH1")
+    and not changes.get("num_local_experts")
 ]
-"""Mixtures, Gemma 4 and Falcon-H1 are refused, see test_quantize_experts.py and `Pipeline`."""
+"""Mixtures, Gemma 3n and 4 and Falcon-H1 are refused, see test_quantize_experts.py and `Pipeline`."""
 
 
 def prepared(checkpoint: Checkpoint, recipe: Recipe, tokens: torch.Tensor) -> _Prepared:

@@ -58,7 +58,7 @@ def nothing() -> None:
     pass
 
 
-UNEVEN = ("Gemma4", "DeepseekV2", "Glm4MoeLite")
+UNEVEN = ("Gemma3n", "Gemma4", "DeepseekV2", "Glm4MoeLite")
 SMOOTHED = [case for case, (family, _) in CASES.items() if family not in UNEVEN]
 """Cases whose keys can be smoothed."""
 
@@ -84,7 +84,7 @@ def test_a_block_computes_the_same_with_even_keys(case: str, tmp_path: Path) -> 
     assert_close(even * scales[:, None], keys, "model")
 
 
-@pytest.mark.parametrize("case", ["gemma4-values", "glm4-flash"])
+@pytest.mark.parametrize("case", ["gemma3n", "gemma4-values", "glm4-flash"])
 def test_keys_that_no_scale_leaves_even_are_refused(case: str, tmp_path: Path) -> None:
     random_case(case).save_pretrained(tmp_path)
     with pytest.raises(QuantizationError, match="cannot be smoothed"):

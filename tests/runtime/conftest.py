@@ -13,7 +13,7 @@ import pytest
 from models.mtp import mtp_spec
 from models.packed import KeyStatistics, PackedLinear, PackedResidual
 from models.packing import pack
-from models.spec import HeadShape, LatentSpec, ModelSpec, RopeSpec, first_expert
+from models.spec import AltUpSpec, HeadShape, LatentSpec, ModelSpec, RopeSpec, first_expert
 
 
 def pack_linear(
@@ -179,11 +179,24 @@ SHARED: dict[str, Any] = {
     "wide_heads": HeadShape(4, 1, 40),
     "rope": RopeSpec(rotary_dim=12),
     "window_rope": LOCAL,
-    "shared_width": 100,
+    "mlp_widths": (172, 172, 100, 100, 100),
     "token_width": 24,
     "scaled": True,
 }
 """Options of Gemma 4's kind: heads of two widths, shared caches, embeddings of the blocks' own."""
+
+
+STREAMS: dict[str, Any] = {
+    **{key: value for key, value in SHARED.items() if key not in ("wide_heads", "inner_eps", "scaled", "mlp_widths")},
+    "rope": RopeSpec(rotary_dim=16),
+    "hidden_size": 72,
+    "mlp_widths": (172, 90, 172, 100),
+    "sparsity": (0.8, 0.0, 0.3, 0.6),
+    "token_vocab": 70,
+    "altup": AltUpSpec(streams=3, rank=6),
+    "logit_cap": 3.0,
+}
+"""Options of Gemma 3n's kind: a stream that is several, gates that are cut, shared caches."""
 
 
 LATENTS: dict[str, Any] = {
@@ -255,6 +268,10 @@ def make_model(
     for layer in range(spec.num_layers):
         sizes |= spec.block_vectors(layer)
     vectors = {name: (1 + 0.1 * rng.standard_normal(size)).astype(np.float32) for name, size in sizes.items()}
+    matrices = spec.altup.matrices(spec.hidden_size) if spec.altup is not None else {}
+    for name in filter(lambda name: name.rpartition(".")[2] in matrices, vectors):
+        width = matrices[name.rpartition(".")[2]][1]
+        vectors[name] = (rng.standard_normal(vectors[name].size) / np.sqrt(width)).astype(np.float32)
     for name in spec.router_names():
         shape = spec.routers(int(name.split(".")[1]))[name]
         vectors[name] = (rng.standard_normal(shape) * 8 / np.sqrt(shape[1])).astype(np.float32)

@@ -179,6 +179,18 @@ class Constants:
 
         return address_of(self.array(router_of(layer), widen))
 
+    def stream_router(self, layer: int, width: int) -> int:
+        """Address of what makes numbers of a stream, float32 [S, width], with the weight of the norm in front."""
+
+        def widen() -> npt.NDArray[np.float32]:
+            norm = np.asarray(self._model.vector(f"layers.{layer}.altup_norm"))
+            weight = np.asarray(self._model.vector(f"layers.{layer}.altup_router")).reshape(-1, norm.size)
+            wide: npt.NDArray[np.float32] = aligned_zeros((len(weight), width), np.float32)
+            wide[:, : norm.size] = weight * norm
+            return wide
+
+        return address_of(self.array(f"layers.{layer}.altup_router", widen))
+
     def ones(self) -> int:
         """Address of as many ones as the widest head has channels, float32."""
         widest = max(self._spec.heads_of(layer).dim for layer in self._spec.attention_layers)

@@ -160,6 +160,8 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
     found = {*needed(kind), *state_units(model.spec)}
     if model.spec.norm_after or model.spec.joins or model.spec.qk_norm_form == "all":
         found.add(units.norm_inplace)
+    if model.spec.altup is not None:
+        found |= {*units.STREAMS.values()}
     if model.spec.mixture is not None:
         found |= _for_experts(model, compensated=compensated)
     for name in model.spec.linear_names():
@@ -310,6 +312,8 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.convolve, None
         case op.Mix() | op.DeltaRule() | op.Finish():
             return units.DELTA[type(instruction)], None
+        case op.Level() | op.Streams() | op.Cut():
+            return units.STREAMS[type(instruction)], None
         case op.NormInplace():
             return units.norm_inplace, None
         case op.Pick():

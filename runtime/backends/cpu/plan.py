@@ -14,9 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from models.architecture import Interpreter, Node, step_graph
+from models.architecture import LEAST_SQUARE, Interpreter, Node, step_graph
 from models.packed import PackedLinear, Weights
-from models.spec import JOIN, QUERIES, STATE_QKV, MixtureSpec, ModelSpec, expert_of, is_of_tokens, router_of
+from models.spec import (
+    JOIN,
+    LAUREL_LINEARS,
+    QUERIES,
+    STATE_QKV,
+    MixtureSpec,
+    ModelSpec,
+    expert_of,
+    is_of_tokens,
+    router_of,
+)
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants, ExpertTables, Table, address_of
 from runtime.backends.cpu.data import instructions as op
@@ -392,19 +402,83 @@ class PlanOperations(Interpreter[Activations]):
         return out
 
     def gate(self, node: Node) -> Activations:
-        """Written by who reads it."""
+        """Written by who reads it, but for where gates end."""
         gate, up = self.of(node), self.of(node, len(node.inputs) - 1)
         if gate is up:
-            return replace(gate, width=gate.width // self._spec.mlp_parts)
+            inside = replace(gate, width=gate.width // self._spec.mlp_parts)
+            if (cut := self._spec.cut(node.layer)) is not None:
+                self._emit(op.Cut(inside.place, inside.width, cut))
+            return inside
         assert up.place.at == gate.place.at + 4 * gate.width
         return gate
 
     def add(self, node: Node) -> Activations:
         """Without a norm, what is added was written there."""
-        x = self.of(node)
+        x, y = self.of(node), self.of(node, 1)
         if node.norm:
-            self._settle(self.of(node, 1), node.norm, x.place, accumulate=True, scale=node.scale)
+            for at in range(1, x.width // y.width) if x.width > y.width else (0,):
+                self._settle(y, node.norm, self._stream(x, at).place, accumulate=True, scale=node.scale)
         return x
+
+    def spread(self, node: Node) -> Activations:
+        C, count = self._spec.hidden_size, len(node.inputs)
+        out = replace(self._matrix("streams", count * padded(C, BLOCK)), width=count * C)
+        first = self._stream(out, 0)
+        self._level(self.of(node), None, first, C**0.5)
+        for at in range(1, count):
+            self._level(self.of(node, at), first, self._stream(out, at), least=LEAST_SQUARE / C)
+        return out
+
+    def merge(self, node: Node) -> Activations:
+        out, first, share = self._matrix("stream", self._spec.hidden_size), self.of(node), 1 / len(node.inputs)
+        self._level(first, None, out, share)
+        for at in range(1, len(node.inputs)):
+            self._level(self.of(node, at), first, out, share, least=LEAST_SQUARE, accumulate=True)
+        return out
+
+    def predict(self, node: Node) -> Activations:
+        return self._mingle(node, "predict")
+
+    def correct(self, node: Node) -> Activations:
+        assert self.of(node).place == self.of(node, 1).place  # the block changed the first stream in place
+        return self._mingle(node, "correct")
+
+    def _mingle(self, node: Node, kind: str) -> Activations:
+        x, C, altup = self.of(node), self._spec.hidden_size, self._spec.altup
+        assert altup is not None
+        wide, prefix = padded(C, BLOCK), f"layers.{node.layer}.altup_"
+        self._emit(
+            op.Streams(
+                x=x.place,
+                first=self._matrix("predicted", C).place,
+                streams=altup.streams,
+                width=C,
+                padded=wide,
+                eps=self._spec.eps_of(f"{prefix}norm"),
+                router=self._constants.stream_router(node.layer, wide),
+                weight=self._constants.vector(prefix + kind),
+                corrects=kind == "correct",
+            )
+        )
+        return x
+
+    def _level(
+        self,
+        x: Activations,
+        like: Activations | None,
+        out: Activations,
+        scale: float = 1.0,
+        *,
+        least: float = 0.0,
+        accumulate: bool = False,
+    ) -> None:
+        C, of = self._spec.hidden_size, NOWHERE if like is None else like.place
+        self._emit(op.Level(x.place, of, C, padded(C, BLOCK), least, scale, out.place, accumulate))
+
+    def _stream(self, x: Activations, at: int) -> Activations:
+        """One of several streams."""
+        C = self._spec.hidden_size
+        return replace(x, place=op.Matrix(x.place.at + 4 * padded(C, BLOCK) * at, x.place.stride), width=C)
 
     def rows(self, node: Node) -> Activations:
         x = self.of(node)
@@ -414,7 +488,8 @@ class PlanOperations(Interpreter[Activations]):
 
     def read(self, node: Node) -> Activations:
         """Written by who reads it."""
-        return replace(self.of(node), width=self._spec.read_width(node.norm))
+        x = self._stream(self.of(node), node.stream) if node.stream else self.of(node)
+        return replace(x, width=self._spec.read_width(node.norm))
 
     leave = cap = Interpreter.left  # the decoder and the program's last instruction do these
 
@@ -715,6 +790,11 @@ def _buffer_of(name: str) -> str:
     """The buffer of a linear layer's outputs."""
     if name.endswith(JOIN):
         return "stream"
+    own = name.split(".", 2)[-1]
+    if own.startswith(("spread", "merge")):
+        return own.replace("merge", "spread")
+    if own == LAUREL_LINEARS[0]:  # whose channels behind the last are zeros
+        return own
     if is_of_tokens(name) and name.endswith("gate_up"):
         return name.split(".")[2]
     if name.endswith(STATE_QKV):

@@ -47,6 +47,8 @@ def scratch_of(instruction: op.Instruction) -> int:
             return _attend_scratch(instruction, cache_of(stored.cache))
         case op.Mix():
             return LINE
+        case op.Streams(streams=streams):
+            return LINE * (1 + streams) + 4 * streams * streams
         case op.DeltaRule():
             return recur_scratch(instruction.rows, instruction.key_dim)
         case op.Flush(page=of) | op.Restore(page=of):

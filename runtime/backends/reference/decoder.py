@@ -18,7 +18,7 @@ from models.architecture import Eager, Node, step_graph
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
 from models.routing import route
-from models.spec import XIELU_SLOPES, first_expert, router_of
+from models.spec import first_expert, router_of
 from runtime.backends.decoder import (
     DecoderOptions,
     Float32Array,
@@ -298,18 +298,13 @@ class _Pass(Eager):
             total = total.index_add(0, rows, out)
         return total
 
-    def slopes(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return tuple(self._decoder.vectors[f"layers.{layer}.{own}"] for own in XIELU_SLOPES)
+    def vector(self, name: str) -> torch.Tensor:
+        return self._decoder.vectors[name]
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.spec.activation == "clamped_silu":
             return clamped_gate(gate, up, self.spec.gate_limit)
         return (silu_gate if self.spec.activation == "silu" else gelu_gate)(gate, up)
-
-    def add(self, node: Node) -> torch.Tensor:
-        x, y = self.of(node), self.of(node, 1)
-        total = x + (self.rms(y, node.norm) if node.norm else y)
-        return total * self._decoder.vectors[node.scale] if node.scale else total
 
     def rows(self, node: Node) -> torch.Tensor:
         self._linear_positions, self._decoder.stream = self._positions[self._logit_rows], self.of(node)

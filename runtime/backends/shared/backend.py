@@ -51,9 +51,9 @@ class SharedBackend:
 
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """See `runtime.backends.Backend.footprint`. That of the whole model, and those of parts."""
+        whole = backend(FRONT).footprint(spec, sizes, compensated=compensated)
         if not seams(spec):
             raise BackendError("all its blocks read one cache, so they stay together")
-        whole = backend(FRONT).footprint(spec, sizes, compensated=compensated)
 
         def parts(seam: int) -> tuple[Footprint, Footprint]:
             front, rear = (

@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "olmoe": "olmoe",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "olmo3": "olmo2",
     "ministral3": "mistral3",
@@ -187,6 +188,8 @@ def names_of(architecture: str, blocks: int) -> Callable[[str], str | None]:
             return f"blk.{layer}." + ("ffn_gate_inp.scale" if part == "scale" else "ffn_down_exps.scale")
         if architecture.startswith("nemotron") and ".experts." not in name and last != "gate":
             name = name.replace("model.", "backbone.", 1)
+        if part == "correct_output_scale":
+            return f"blk.{layer}.altup_correct_scale.weight"
         if part == "layer_scalar":
             return f"blk.{layer}.layer_output_scale.weight"
         if part == "dt_bias":
@@ -287,6 +290,8 @@ def describe(writer: gguf.GGUFWriter, model: Any) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None and config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", local["rope_theta"])
+    if config.model_type == "gemma3n_text":
+        _describe_gemma3n(writer, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim != config.hidden_size // config.num_attention_heads:
         writer.add_key_length(head_dim)
@@ -299,7 +304,7 @@ def describe(writer: gguf.GGUFWriter, model: Any) -> None:
     window = getattr(config, "sliding_window", None)
     if config.model_type in ("phi3", "mistral", "gpt_oss", "cohere2"):
         writer.add_sliding_window(window or 0)
-    elif window and config.model_type in ("gemma2", "gemma3_text", "olmo3", "exaone4"):
+    elif window and config.model_type in ("gemma2", "gemma3_text", "gemma3n_text", "olmo3", "exaone4"):
         writer.add_sliding_window(window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     for cap, add_cap in (
@@ -354,6 +359,16 @@ def _describe_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _describe_gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_float32("gemma3n.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
 
 
 def _describe_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -435,6 +450,12 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
         if "act_fn" in name:  # among the metadata
             continue
         array = tensor.float().numpy()
+        if ".altup_" in name:
+            stem = name.rsplit(".", 2)[0]
+            found[f"{stem}.weight"] = np.concatenate(
+                [*([found[f"{stem}.weight"]] if name[-8] != "0" else ()), array[None]]
+            )
+            continue
         if name.endswith(("conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")):
             array = array.squeeze(1)
         if name.endswith(("mamba.D", "mixer.D", "mamba.A_log", "mixer.A_log")):

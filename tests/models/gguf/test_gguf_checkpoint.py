@@ -40,6 +40,7 @@ from tests.models.random_models import (
     DELTA,
     FALCON,
     GEMMA,
+    GEMMA3N,
     GEMMA4,
     GRANITE,
     GRANITE4_H,
@@ -85,6 +86,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 12}),
     "gemma2": ("Gemma2", {**GEMMA_CASE, **CAPS, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3", {**GEMMA_CASE, "query_pre_attn_scalar": 16, "rope_parameters": LAYERED_ROPE}),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **GEMMA3N,
+            "laurel_rank": 64,  # which no file says
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 64,
+            "intermediate_size": [96, 64, 96, 32],
+            "layer_types": [*MIXED, *MIXED],
+        },
+    ),
     "gemma4-shared": (
         "Gemma4",
         {

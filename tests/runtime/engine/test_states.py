@@ -38,7 +38,7 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("cpu", range(3, 200), id="cpu-many", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("mixer", [*HYBRIDS, "shared", "latents"])
+@pytest.mark.parametrize("mixer", [*HYBRIDS, "shared", "latents", "streams"])
 def test_any_history_gives_what_a_fresh_prefill_gives(
     tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
 ) -> None:

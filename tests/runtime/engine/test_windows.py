@@ -19,7 +19,7 @@ from runtime.kv.control import KVCache
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.kv.states import SMALL_STEP
 from tests.grid import QUICK_CACHES
-from tests.runtime.conftest import SHARED
+from tests.runtime.conftest import SHARED, STREAMS
 from tests.runtime.engine.talking import ROWS, SLOTS, Talk
 from tests.runtime.engine.test_states import DECODERS, MEAN
 
@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "two windows": {"num_layers": 3, "windows": (20, 70, None), "qk_norm": True},
     "windows alone": {"num_layers": 2, "windows": (33, 33)},
     "shared": SHARED,
+    "streams": STREAMS,
 }
 ERRORS: dict[KVKind, float] = {"fp16": 0.0, "int8": 0.01, "int4": 0.3, "hierarchical": 0.05, "gear4": 0.3}
 """What a page that was reopened and stored again adds to the mean error of a logit, of the spread of logits. It is the

@@ -473,6 +473,41 @@ class Convolve(NamedTuple):
     state: State  # the tokens before, which the rows join
 
 
+class Level(NamedTuple):
+    """Rows times a number and, where there are others, what makes them as large."""
+
+    x: Matrix  # float32
+    like: Matrix  # float32, whose root of the mean square in each row it gets; at 0: none
+    width: int  # C
+    padded: int  # to whole blocks
+    least: float  # of the mean square of x
+    scale: float
+    out: Matrix  # float32
+    accumulate: bool  # whether the result is added to the contents of `out`
+
+
+class Streams(NamedTuple):
+    """What streams take from each other, or of how a block changed the first; in place."""
+
+    x: Matrix  # float32: streams side by side, each padded to whole blocks
+    first: Matrix  # float32, the first one in front of the block; written unless it corrects
+    streams: int  # S
+    width: int  # C
+    padded: int  # to whole blocks
+    eps: float  # of the norm of what the router reads
+    router: int  # address of float32 [S, C padded], times the weight of that norm
+    weight: int  # address of float32 [S² or S, S]
+    corrects: bool
+
+
+class Cut(NamedTuple):
+    """Cut gates at a share of their distribution, in place."""
+
+    x: Matrix  # float32
+    width: int  # channels
+    deviations: float  # where they end, in standard deviations above their mean
+
+
 class Page(NamedTuple):
     """A slot's window, and a page in all layers."""
 
@@ -517,7 +552,7 @@ Instruction = (
     | Attend
     | Flush
     | Restore
-) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | DeltaRule | Finish)
+) | (Score | Route | Spread | GateExperts | Experts | Convolve | Mix | DeltaRule | Finish | Level | Streams | Cut)
 OPERATIONS: Final[tuple[type[Instruction], ...]] = get_args(Instruction)
 """By number."""
 HEADER: Final = record_of(Header)

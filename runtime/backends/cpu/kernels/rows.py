@@ -33,14 +33,8 @@ from runtime.backends.cpu.machine.vector import (
 
 
 @kernel
-def inverse_rms(x: int, width: int, eps: float) -> float:
-    """1 / sqrt(mean of x² + eps).
-
-    Args:
-        x: Address of float32 [width].
-        width: Channels; what follows may be others.
-        eps: Added to the mean.
-    """
+def mean_square(x: int, width: int) -> float:
+    """Mean of x², float32 [width] at an address; what follows may be others."""
     even, odd, whole = zero_floats(), zero_floats(), width // 32 * 32
     for i in range(0, whole, 32):
         low, high = load_floats(x + 4 * i), load_floats(x + 4 * i + 64)
@@ -49,7 +43,19 @@ def inverse_rms(x: int, width: int, eps: float) -> float:
     for i in range(whole, width):
         value = get_float(x + 4 * i)
         total += value * value
-    return numba.float32(1.0 / math.sqrt(total / numba.float32(width) + eps))
+    return numba.float32(total / numba.float32(width))
+
+
+@kernel
+def inverse_rms(x: int, width: int, eps: float) -> float:
+    """1 / sqrt(mean of x² + eps).
+
+    Args:
+        x: Address of float32 [width].
+        width: Channels; what follows may be others.
+        eps: Added to the mean.
+    """
+    return numba.float32(1.0 / math.sqrt(mean_square(x, width) + eps))
 
 
 @kernel

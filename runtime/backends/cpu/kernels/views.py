@@ -134,6 +134,7 @@ panel_at, flush_at, restore_at = map(_view, (op.Panel, op.Flush, op.Restore))
 convolve_at, mix_at, delta_rule_at, finish_at = map(_view, (op.Convolve, op.Mix, op.DeltaRule, op.Finish))
 score_at, route_at, spread_at = map(_view, (op.Score, op.Route, op.Spread))
 gate_experts_at, experts_at = map(_view, (op.GateExperts, op.Experts))
+level_at, streams_at, cut_at = map(_view, (op.Level, op.Streams, op.Cut))
 
 expert_at, counts_at = view("expert", EXPERT), view("counts", COUNTS)
 """Records of a mixture of experts at an address; so are the others."""

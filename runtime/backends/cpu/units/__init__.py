@@ -106,6 +106,12 @@ DELTA = {
     op.Finish: _named("units.states.finish"),
 }
 """The gated delta rule, by the instruction."""
+STREAMS = {
+    op.Level: _named("units.streams.level"),
+    op.Streams: _named("units.streams.streams"),
+    op.Cut: _named("units.streams.cut"),
+}
+"""Several streams and gates that are cut, by the instruction."""
 restore = _named("units.paging.restore")
 """Restores a page into a window."""
 _PAGES = {

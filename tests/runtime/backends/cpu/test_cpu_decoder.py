@@ -31,7 +31,7 @@ from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
 from tests.runtime.backends.steps import beyond_half
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LATENTS, LOCAL, SHARED, SINKS, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LATENTS, LOCAL, SHARED, SINKS, STREAMS, TURNED
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -88,6 +88,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "shared-caches": ({"bits": 4, "seed": 4}, SHARED),
+    "streams": ({"bits": 4, "seed": 5}, STREAMS),
     "latents": ({"bits": 4}, LATENTS),
     "latents-of-512": (
         {"bits": 4},
@@ -142,7 +143,7 @@ def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
             *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts", "experts-3bit"),
-            *("shared-caches", "experts-beside", "latents", "side-by-side", "xielu", "experts-relu2"),
+            *("shared-caches", "streams", "experts-beside", "latents", "side-by-side", "xielu", "experts-relu2"),
         },
     ),
 )
