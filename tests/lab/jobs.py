@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.lab.measurements import PAGE, is_old, page, runs
 from tests.lab.models import DATA
 from tests.lab.store import RESULTS, ROOT, commit, listed, table, version
-from tests.smollm2 import UnavailableError, hf_folder
+from tests.real_models import UnavailableError, hf_folder
 
 BUILD = ROOT / "build" / "measured"
 STORED = {"smollm2": 4, "smollm2-3": 3, "smollm2-16k": 4, "small": 4}

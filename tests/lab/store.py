@@ -22,7 +22,7 @@ ROOMS = ("models", "runtime", "tuner")
 """Folders whose code decides the numbers of an instrument that names nothing else."""
 _WRITTEN = ("tests/lab/results", "docs", "*.md")
 """What measuring writes, or nobody measures by."""
-_PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
+_PLACES = ("--peer-python", "--out", "--smollm2", "--gemma", "--stored", "--home")
 _NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
 """A list of numbers in JSON, which gets one line."""
 Entry = dict[str, Any]
