@@ -4,8 +4,8 @@
     python -m tests.lab.quality --smollm2 FOLDER --only points --bits 3
     python -m tests.lab.quality --gemma FILE.gguf --peer-python PYTHON     Gemma 3 270M, token by token
 
-FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16; Gemma's full precision is FILE, dequantized. Every number goes the program's own way:
-quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
+FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16; Gemma's full precision is FILE, dequantized.
+Every number goes the program's own way: quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
 window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, with the same
 code. Interpreters with llama.cpp: see llama.py.
 """
@@ -82,7 +82,7 @@ ORDER = (
     ("rtn", 3),
     ("rtn", 4),
 )
-"""Method and bits of Gemma's models, each with nothing, 16 and 64 channels restored."""
+"""Bits and method of Gemma's models, each with nothing, 16 and 64 channels restored."""
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -322,7 +322,7 @@ class Laboratory:
     def of_base(self, python: str | None) -> None:
         """The same of each of Gemma's models, and llama.cpp on Gemma's own file."""
         about = {"model": self.case.name}
-        for method, bits in ORDER:
+        for bits, method in ORDER:
             for k_chunk in (0, 16, 64):
                 point = Point(method=method, bits=bits, k_chunk=k_chunk)
                 what = [method, bits, k_chunk]
