@@ -5,9 +5,9 @@
     python -m tests.lab.quality --gemma FILE.gguf --peer-python PYTHON     Gemma 3 270M, token by token
 
 FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16; Gemma's full precision is FILE, dequantized.
-Every number goes the program's own way: quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
-window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, with the same
-code. Interpreters with llama.cpp: see llama.py.
+Every number goes the program's own way: quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token
+decoded, or as a chat: the first half of a window is a prompt, the second half is decoded and scored. A run that was
+stopped goes on where it was, with the same code. Interpreters with llama.cpp: see llama.py.
 """
 
 from __future__ import annotations
