@@ -73,15 +73,7 @@ KINDS = ("Q2_K", "Q3_K_M", "IQ3_M", "Q4_0", "Q4_K_M")
 """llama.cpp's quantizations, each with an importance matrix."""
 CLOSE = (("trellis", 2, 0), ("trellis", 2, 64), *itertools.product(("trellis", DEFAULT_METHOD), (3, 4), (0, 16, 64)))
 """Method, bits and k_chunk of models that are compared token by token; where one is, all of a prompt is compensated."""
-ORDER = (
-    ("trellis", 3),
-    (DEFAULT_METHOD, 3),
-    ("trellis", 4),
-    (DEFAULT_METHOD, 4),
-    ("trellis", 2),
-    ("rtn", 3),
-    ("rtn", 4),
-)
+ORDER = (*itertools.product((3, 4), ("trellis", DEFAULT_METHOD)), (2, "trellis"), (3, "rtn"), (4, "rtn"))
 """Bits and method of Gemma's models, each with nothing, 16 and 64 channels restored."""
 QUESTIONS = (
     "What is the capital of France?",
@@ -321,7 +313,8 @@ class Laboratory:
 
     def of_base(self, python: str | None) -> None:
         """The same of each of Gemma's models, and llama.cpp on Gemma's own file."""
-        about = {"model": self.case.name}
+        about, full = {"model": self.case.name}, {"method": "full precision"}
+        self.entries.known("closeness", ["full"], lambda: about | full | self._apart(one.numpy() for one in self._full))
         for bits, method in ORDER:
             for k_chunk in (0, 16, 64):
                 point = Point(method=method, bits=bits, k_chunk=k_chunk)
@@ -534,8 +527,7 @@ def main() -> None:
     entries.about = about_run("python -m tests.lab.quality")
     laboratory = Laboratory(case, entries)
     if given.gemma:
-        given.only = ("full", "closeness")
-        laboratory.full(as_chat=True)
+        given.only = ("closeness",)
         laboratory.of_base(given.peer_python)
     else:
         measure(laboratory, given)
