@@ -85,7 +85,7 @@ def smollm2(folder: Path = SMOLLM2) -> Case:
 
 def gemma(file: Path) -> Case:
     """Gemma 3 270M, a base model, on WikiText-2: hidden 640, 18 blocks, vocabulary 262,144."""
-    return replace(smollm2(file), name="gemma3-270m", tokens=1280)
+    return replace(smollm2(file), name="gemma3-270m", tokens=768)
 
 
 def _held_out(tokenizer: Tokenizer, count: int) -> list[int]:

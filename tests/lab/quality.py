@@ -311,12 +311,13 @@ class Laboratory:
             "closeness", [KINDS, CLOSE], lambda: {"model": self.case.name, "rows": list(self._closeness(python))}
         )
 
-    def of_base(self, python: str | None) -> None:
+    def of_base(self, given: argparse.Namespace) -> None:
         """The same of each of Gemma's models, and llama.cpp on Gemma's own file."""
         about, full = {"model": self.case.name}, {"method": "full precision"}
         self.entries.known("closeness", ["full"], lambda: about | full | self._apart(one.numpy() for one in self._full))
-        for bits, method in ORDER:
-            for k_chunk in (0, 16, 64):
+        chosen = given.bits or "234"
+        for (bits, method), k_chunk in itertools.product(ORDER, (0, 64, 16)):
+            if str(bits) in chosen and method in given.methods:
                 point = Point(method=method, bits=bits, k_chunk=k_chunk)
                 what = [method, bits, k_chunk]
                 attempt(
@@ -324,8 +325,8 @@ class Laboratory:
                     str(what),
                     lambda p=point, w=what: self.entries.known("closeness", w, lambda: about | self._close(p)),
                 )
-        if python:
-            self.entries.known("closeness", ["llama.cpp"], lambda: about | self._own_file(python))
+        if given.peer_python:
+            self.entries.known("closeness", ["llama.cpp"], lambda: about | self._own_file(given.peer_python))
 
     def _own_file(self, python: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch, closing_all({"llama.cpp": peer(python)}) as workers:
@@ -528,7 +529,7 @@ def main() -> None:
     laboratory = Laboratory(case, entries)
     if given.gemma:
         given.only = ("closeness",)
-        laboratory.of_base(given.peer_python)
+        laboratory.of_base(given)
     else:
         measure(laboratory, given)
     entries.finish()

@@ -39,7 +39,7 @@ def theirs(file: Path) -> Any:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
     for key, parameter in model.named_parameters():
         name = names.get_name(key, try_suffixes=(".weight",))
-        own = torch.from_numpy(weights[str(name)].reshape(parameter.shape))
+        own = torch.tensor(weights[str(name)].reshape(parameter.shape))
         parameter.data.copy_(own - 1 if "norm" in key else own.half())  # files have 1 + w
     return model
 
@@ -60,7 +60,7 @@ def test_logits_and_an_answer_are_those_of_transformers(gemma: Path) -> None:
     checkpoint, tokenizer, peer = Checkpoint.open(gemma), Tokenizer(gemma), theirs(gemma)
     oracle, text = Oracle(checkpoint), tokenizer.encode("The capital of France is")
     assert text[0] == checkpoint.spec.bos_token_id
-    for _ in range(16):
+    for _ in range(9):
         found = oracle.logits(torch.tensor([text]))[0]
         with torch.no_grad():
             expected = peer(torch.tensor([text])).logits[0]
