@@ -211,7 +211,7 @@ def tokens_of(text: Int64Array, part: Window, bos: int | None) -> Int64Array:
     """
     tokens = text[part.start : part.end].copy()
     if text[0] == bos:
-        tokens[0] = bos
+        tokens[0] = text[0]
     return tokens
 
 

@@ -57,13 +57,11 @@ def test_tokens_are_those_of_transformers(gemma: Path, shared_data: Path) -> Non
 
 @pytest.mark.slow
 def test_logits_and_an_answer_are_those_of_transformers(gemma: Path) -> None:
-    checkpoint, tokenizer, peer = Checkpoint.open(gemma), Tokenizer(gemma), theirs(gemma)
-    oracle, text = Oracle(checkpoint), tokenizer.encode("The capital of France is")
+    checkpoint = Checkpoint.open(gemma)
+    text = Tokenizer(gemma).encode("The capital of France is the capital of the country of France. It is the largest")
+    found = Oracle(checkpoint, resident=False).logits(torch.tensor([text]))[0]
+    with torch.no_grad():
+        expected = theirs(gemma)(torch.tensor([text])).logits[0]
     assert text[0] == checkpoint.spec.bos_token_id
-    for _ in range(9):
-        found = oracle.logits(torch.tensor([text]))[0]
-        with torch.no_grad():
-            expected = peer(torch.tensor([text])).logits[0]
-        assert float((found - expected).abs().max()) < 1e-3 * float(expected.std())
-        text.append(int(found[-1].argmax()))
-    assert tokenizer.decode(text[6:]).startswith(" the capital of the country of France.")
+    assert float((found - expected).abs().max()) < 1e-3 * float(expected.std())
+    assert found[5:-1].argmax(-1).tolist() == text[6:], "what follows the fifth word is its greedy answer"
