@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ class Laboratory:
     def __init__(self, case: Case, entries: Entries) -> None:
         self.case, self.entries, self.tell = case, entries, teller()
         self.checkpoint, self.tokens = Checkpoint.open(case.folder), self.case.text()
-        self._store = Store(BUILD / "store")
+        self._store = Store(BUILD / "store" / case.name)
 
     def full(self, as_chat: bool) -> dict[str, Any]:
         """The checkpoint's own perplexity."""
@@ -311,7 +311,7 @@ class Laboratory:
             "closeness", [KINDS, CLOSE], lambda: {"model": self.case.name, "rows": list(self._closeness(python))}
         )
 
-    def of_base(self, given: argparse.Namespace) -> None:
+    def of_gemma(self, given: argparse.Namespace) -> None:
         """The same of each of Gemma's models, and llama.cpp on Gemma's own file."""
         about, full = {"model": self.case.name}, {"method": "full precision"}
         self.entries.known("closeness", ["full"], lambda: about | full | self._apart(one.numpy() for one in self._full))
@@ -320,11 +320,8 @@ class Laboratory:
             if str(bits) in chosen and method in given.methods:
                 point = Point(method=method, bits=bits, k_chunk=k_chunk)
                 what = [method, bits, k_chunk]
-                attempt(
-                    self.tell,
-                    str(what),
-                    lambda p=point, w=what: self.entries.known("closeness", w, lambda: about | self._close(p)),
-                )
+                act = partial(self.entries.known, "closeness", what, lambda p=point: about | self._close(p))
+                attempt(self.tell, str(what), act)
         if given.peer_python:
             self.entries.known("closeness", ["llama.cpp"], lambda: about | self._own_file(given.peer_python))
 
@@ -529,7 +526,7 @@ def main() -> None:
     laboratory = Laboratory(case, entries)
     if given.gemma:
         given.only = ("closeness",)
-        laboratory.of_base(given)
+        laboratory.of_gemma(given)
     else:
         measure(laboratory, given)
     entries.finish()
