@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from app.tui.preload import FULL_EVERY
-from tests import smollm2
+from tests import real_models
 
 # Compiled kernels are shared by all tests and runs: compiling them takes many seconds.
 os.environ.setdefault(
@@ -64,19 +64,25 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as GGUF, fetched once into the tests' cache; skips where it can't be had."""
-    return _available(smollm2.gguf_file)
+    return _available(real_models.gguf_file)
 
 
 @pytest.fixture(scope="session")
 def smollm2_hf() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder (fp16), converted independently of this program, or a skip."""
-    return _available(smollm2.hf_folder)
+    return _available(real_models.hf_folder)
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Path:
+    """Gemma 3 270M as GGUF, fetched once into the tests' cache; skips where it can't be had."""
+    return _available(real_models.gemma_file)
 
 
 def _available(find: Callable[[], Path]) -> Path:
     try:
         return find()
-    except smollm2.UnavailableError as error:
+    except real_models.UnavailableError as error:
         pytest.skip(str(error))
 
 

@@ -98,6 +98,8 @@ class Reference:
         half, outlines = length // 2, list[Outline]()
         texts = np.zeros((len(slots), length), np.int64)
         texts[:, :half] = np.resize(np.asarray(text), len(slots) * half).reshape(len(slots), half)
+        if text[0] == decoder.spec.bos_token_id:
+            texts[:, 0] = text[0]
         samplers = [Sampler(SamplingOptions(temperature=1.0, top_p=1.0, seed=int(slot))) for slot in slots]
         with decoder.session():
             prompts = []

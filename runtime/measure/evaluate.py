@@ -2,6 +2,7 @@
 
 By default, every position of a window is run as a decoded token. As a chat, the first half of a window is prefilled as
 the engine prefills a prompt, and the second half is decoded and scored token by token, as the engine decodes an answer.
+Where a text begins with the model's beginning-of-sequence token, every window does.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def full_precision_perplexity(
     def score(part: Window) -> float:
         _check(cancelled)
         rows = list(range(part.first - 1 - part.start, part.end - 1 - part.start))
-        logits = oracle.logits(torch.from_numpy(text[None, part.start : part.end - 1]), rows=rows)[0]
+        tokens = tokens_of(text, part, checkpoint.spec.bos_token_id)[None, :-1]
+        logits = oracle.logits(torch.from_numpy(tokens), rows=rows)[0]
         return negative_log_likelihood(logits.float().numpy(), text[part.first : part.end])
 
     return _evaluate(score, text, windows(text.size, window, stride, as_chat=as_chat), progress, lambda: None)
@@ -193,6 +195,24 @@ def negative_log_likelihood(logits: FloatArray, targets: Int64Array) -> float:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     normalizers = np.log(np.exp(shifted).sum(axis=1))
     return float((normalizers - shifted[np.arange(targets.size), targets]).sum())
+
+
+def tokens_of(text: Int64Array, part: Window, bos: int | None) -> Int64Array:
+    """A window's tokens, as llama.cpp's perplexity takes them; Gemma 3 270M loses 0.6 to 1 nats a token otherwise.
+
+    Args:
+        text: int64 [S] tokens.
+        part: The window.
+        bos: The model's beginning-of-sequence token. Where the text begins with it, it takes the place of the window's
+            first token, which no window scores.
+
+    Returns:
+        int64 [part.end - part.start].
+    """
+    tokens = text[part.start : part.end].copy()
+    if text[0] == bos:
+        tokens[0] = text[0]
+    return tokens
 
 
 def scores(
@@ -219,10 +239,11 @@ def scores(
     Raises:
         Cancelled: `cancelled` said so.
     """
+    tokens = tokens_of(text, part, decoder.spec.bos_token_id)
     for at, end, prompt in _steps(decoder, part, decoded, prefilled):
         _check(cancelled)
-        wanted = np.arange(max(part.first - 1, at), end)
-        logits = decoder.forward(Step.of(text[at:end], at - part.start, wanted - at, prefill=prompt))
+        wanted, place = np.arange(max(part.first - 1, at), end), at - part.start
+        logits = decoder.forward(Step.of(tokens[place : end - part.start], place, wanted - at, prefill=prompt))
         if wanted.size:
             yield logits, text[wanted + 1]
 

@@ -156,7 +156,12 @@ BUILT = {
 
 
 def checked(name: str, folder: Path) -> dict[str, Any]:
-    """What the check of the default cache says of SmolLM2, a small real model, or a model built to break it."""
+    """What the check of the default cache says of a real model, a small one, or a model built to break it.
+
+    Args:
+        name: The model.
+        folder: A real one's checkpoint; the small one is beside the repository.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -164,7 +169,7 @@ def checked(name: str, folder: Path) -> dict[str, Any]:
     from runtime.load.certificate import cache_losses
 
     real, change = BUILT.get(name, (name, None))
-    source = folder if real == "smollm2" else DATA / "models" / real
+    source = DATA / "models" / real if real == "english3m" else folder
     if change is not None:
         made, sizes = BUILD / name.replace(" ", "-"), json.loads((source / "config.json").read_text("utf-8"))
         shutil.copytree(source, made, dirs_exist_ok=True)
@@ -355,6 +360,7 @@ def main() -> None:
         return
     options = parser(__doc__, "caches")
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
+    options.add_argument("--gemma", type=Path, help="Gemma 3 270M's GGUF file, which is checked, too")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
@@ -371,6 +377,8 @@ def main() -> None:
             measure("perplexity", [case.name, kind], lambda c=case, k=kind: scored(c, k))
     for name in ("smollm2", "english3m", *BUILT) if "checks" in given.only else ():
         measure("checks", [name], lambda n=name: checked(n, given.smollm2))
+    if given.gemma and "checks" in given.only:
+        measure("checks", ["gemma3-270m"], lambda: checked("gemma3-270m", given.gemma))
     for head_dim in (64, 128) if "size" in given.only else ():
         for kind in ORDER:
             measure("size", [head_dim, kind], lambda d=head_dim, k=kind: sized(k, d))

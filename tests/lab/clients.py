@@ -28,9 +28,9 @@ import fake_engine
 
 from runtime.server.security import Security
 from tests.lab.soak import server
+from tests.real_models import UnavailableError
 from tests.runtime.server import test_clients as clients
 from tests.runtime.server.conftest import Listening, wait_until
-from tests.smollm2 import UnavailableError
 
 FOLDER = ROOT / "build" / "clients"
 ASKED = ("hi", "tool", "schema", "stop")

@@ -21,14 +21,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.lab.measurements import PAGE, is_old, page, runs
 from tests.lab.models import DATA
 from tests.lab.store import RESULTS, ROOT, commit, listed, table, version
-from tests.smollm2 import UnavailableError, hf_folder
+from tests.real_models import UnavailableError, gemma_file, hf_folder
 
 BUILD = ROOT / "build" / "measured"
 STORED = {"smollm2": 4, "smollm2-3": 3, "smollm2-16k": 4, "small": 4}
@@ -127,6 +127,7 @@ JOBS = (
         "full,points,stored,qoq,budgets,answers",
     ),
     Job("quality", 10, f"quality --smollm2 {{smollm2}} --only peers,closeness {_PEER}", "peers,closeness"),
+    Job("quality-gemma3", 20, f"quality --gemma {{gemma}} {_PEER}", "closeness"),
     Job("mixture", 8, "mixture --smollm2 {smollm2}"),
     Job("tool_calls", 4, "tool_calls {four}"),
     Job("kernels", 15, "kernels"),
@@ -159,12 +160,10 @@ class Needs:
         return str(getattr(self, f"_{name}")())
 
     def _smollm2(self) -> Path:
-        if not (DATA / "text").is_dir():
-            raise LackingError("needs the texts of ../shared/data")
-        try:
-            return self._given.smollm2 or hf_folder()
-        except UnavailableError as error:
-            raise LackingError(f"{error}, or SMOLLM2=FOLDER") from error
+        return _fetched(lambda: self._given.smollm2 or hf_folder(), ", or SMOLLM2=FOLDER")
+
+    def _gemma(self) -> Path:
+        return _fetched(gemma_file)
 
     def _peer(self) -> str:
         return _named(self._given.peer_python, "llama.cpp, an interpreter that has it: PEER_PYTHON=PYTHON")
@@ -200,6 +199,15 @@ class Needs:
 
     def _four(self) -> Path:
         return self._home() / "models" / "smollm2"
+
+
+def _fetched(find: Callable[[], Path], instead: str = "") -> Path:
+    if not (DATA / "text").is_dir():
+        raise LackingError("needs the texts of ../shared/data")
+    try:
+        return find()
+    except UnavailableError as error:
+        raise LackingError(f"{error}{instead}") from error
 
 
 def _named(value: str | None, what: str) -> str:

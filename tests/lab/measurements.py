@@ -132,19 +132,21 @@ def _closeness(rows: Entries, **wanted: object) -> str:
 
 
 def closeness(found: Found) -> str:
-    """How close SmolLM2's next tokens are to full precision's, by bytes."""
+    """How close a real model's next tokens are to full precision's, by bytes; perplexity where it was measured."""
+    entries = [row for one in found["sections"]["closeness"] for row in one.get("rows", [one])]
+    with_perplexity = all("perplexity" in one for one in entries)
     rows = [
         (
             one["method"] if "bits" not in one else f"{one['bits']} bits, {one['method']}, k_chunk {one['k_chunk']}",
-            f"{one['gpu_bytes'] / 1e6:.1f}",
+            f"{one['gpu_bytes'] / 1e6:.1f}" if "gpu_bytes" in one else "",
             f"{one['kl']:.3f}",
             f"{one['same']:.1f} %",
+            *([_perplexity(one)] if with_perplexity else ()),
         )
-        for one in sorted(
-            _one(found["sections"]["closeness"], model=REAL)["rows"], key=lambda one: (one["gpu_bytes"], -one["kl"])
-        )
+        for one in sorted(entries, key=lambda one: (one.get("gpu_bytes", 1e12), -one["kl"]))
     ]
-    return table(("", "MB", "KL, nats a token", "same top token"), rows)
+    head = ("", "MB", "KL, nats a token", "same top token", *(["perplexity"] if with_perplexity else ()))
+    return table(head, rows)
 
 
 def budgets(found: Found) -> str:
@@ -490,6 +492,11 @@ SECTIONS = (
         "KL from full precision in nats a token, and how often the same token leads, with prompts compensated alike.",
     ),
     Section("Token by token", "quality", closeness, "closeness", "As a chat; prompts have all residuals, if any."),
+    Section(
+        *("Token by token, Gemma 3 270M", "quality-gemma3", closeness, "closeness"),
+        note="A base model, as a chat; prompts have all residuals, if any. Full precision is its Q4_K_M file, "
+        "dequantized, so that llama.cpp on that file differs by its rounded activations.",
+    ),
     Section("What a budget buys", "quality", budgets, "budgets"),
     Section(
         *("Budgets, measured", "tuned", lambda found: tuned.report({REAL: found["models"][REAL]})),

@@ -1,12 +1,13 @@
-"""The cost of quantizing and the gain of compensation on SmolLM2, beside llama.cpp.
+"""The cost of quantizing and the gain of compensation on SmolLM2 and on Gemma 3 270M, beside llama.cpp.
 
     python -m tests.lab.quality --smollm2 FOLDER --peer-python PYTHON      all; hours
     python -m tests.lab.quality --smollm2 FOLDER --only points --bits 3
+    python -m tests.lab.quality --gemma FILE.gguf --peer-python PYTHON     Gemma 3 270M, token by token
 
-FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16. Every number goes the program's own way:
-quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token decoded, or as a chat: the first half of a
-window is a prompt, the second half is decoded and scored. A run that was stopped goes on where it was, with the same
-code. Interpreters with llama.cpp: see llama.py.
+FOLDER holds SmolLM2-135M-Instruct as a Hugging Face checkpoint in fp16; Gemma's full precision is FILE, dequantized.
+Every number goes the program's own way: quantize, store, CPU decoder, perplexity on WikiText-2; plain, each token
+decoded, or as a chat: the first half of a window is a prompt, the second half is decoded and scored. A run that was
+stopped goes on where it was, with the same code. Interpreters with llama.cpp: see llama.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,15 @@ from runtime.budget.tuning import refine, tune
 from runtime.compensation import DEFAULT_PROMPT_BUDGET_PERCENT
 from runtime.kv.kinds import KVKind
 from runtime.load.plan import open_decoder, open_engine
-from runtime.measure.evaluate import EvalResult, full_precision_perplexity, perplexity, windows
+from runtime.measure.evaluate import EvalResult, full_precision_perplexity, perplexity, tokens_of, windows
 from runtime.measure.speed import peak_memory_bytes
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.compare import full_precision, job, peer
 from tests.lab.logits import theirs
 from tests.lab.measure import closing_all
-from tests.lab.models import REAL, SMOLLM2, smollm2
-from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
+from tests.lab.models import SMOLLM2, Case, gemma, smollm2
+from tests.lab.store import RESULTS, ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
 from tuner.profiles import ProfileStore
 
 PARTS = ("full", "points", "qoq", "budgets", "peers", "closeness", "answers")
@@ -71,6 +73,8 @@ KINDS = ("Q2_K", "Q3_K_M", "IQ3_M", "Q4_0", "Q4_K_M")
 """llama.cpp's quantizations, each with an importance matrix."""
 CLOSE = (("trellis", 2, 0), ("trellis", 2, 64), *itertools.product(("trellis", DEFAULT_METHOD), (3, 4), (0, 16, 64)))
 """Method, bits and k_chunk of models that are compared token by token; where one is, all of a prompt is compensated."""
+ORDER = (*itertools.product((3, 4), ("trellis", DEFAULT_METHOD)), (2, "trellis"), (3, "rtn"), (4, "rtn"))
+"""Bits and method of Gemma's models, each with nothing, 16 and 64 channels restored."""
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -170,17 +174,17 @@ def numbers(result: EvalResult) -> dict[str, Any]:
 
 
 class Laboratory:
-    """Measures SmolLM2.
+    """Measures a real model.
 
     Args:
-        folder: Its checkpoint.
+        case: The model.
         entries: What is known already, and where numbers go.
     """
 
-    def __init__(self, folder: Path, entries: Entries) -> None:
-        self.case, self.entries, self.tell = smollm2(folder), entries, teller()
-        self.checkpoint, self.tokens = Checkpoint.open(folder), self.case.text()
-        self._store = Store(BUILD / "store")
+    def __init__(self, case: Case, entries: Entries) -> None:
+        self.case, self.entries, self.tell = case, entries, teller()
+        self.checkpoint, self.tokens = Checkpoint.open(case.folder), self.case.text()
+        self._store = Store(BUILD / "store" / case.name)
 
     def full(self, as_chat: bool) -> dict[str, Any]:
         """The checkpoint's own perplexity."""
@@ -189,7 +193,7 @@ class Laboratory:
             "full",
             ["full", as_chat],
             lambda: {
-                "model": REAL,
+                "model": self.case.name,
                 "as_chat": as_chat,
                 **numbers(
                     full_precision_perplexity(self.checkpoint, self.tokens, case.window, case.stride, as_chat=as_chat)
@@ -223,7 +227,7 @@ class Laboratory:
             raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1][:300])
         summary = self._store.open(name).info.summary
         return {
-            "model": REAL,
+            "model": self.case.name,
             **{field: getattr(point, field) for field in ("method", "bits", "group_size", "residual_bits")},
             "bits_per_weight": summary.bits_per_weight,
             "gpu_bytes": summary.gpu_bytes,
@@ -250,7 +254,7 @@ class Laboratory:
             finally:
                 decoder.close()
             self.tell(f"{point}: {result.perplexity:.3f}")
-            return {"model": REAL, **asdict(point), "recipe": point.recipe.to_json(), **numbers(result)}
+            return {"model": self.case.name, **asdict(point), "recipe": point.recipe.to_json(), **numbers(result)}
 
         self.entries.known(section, asdict(point), measure)
 
@@ -273,7 +277,7 @@ class Laboratory:
                 finally:
                     decoder.close()
             self.tell(f"{method} at {bits:g} bits within {percent:g} %: {result.perplexity:.3f}, {dict(tuned.k_chunk)}")
-            about = {"model": REAL, "method": method, "bits": bits, "budget_percent": percent}
+            about = {"model": self.case.name, "method": method, "bits": bits, "budget_percent": percent}
             slowdowns = {
                 "slowdown_percent": tuned.measured_slowdown_percent,
                 "prompt_slowdown_percent": prompts.measured_slowdown_percent,
@@ -284,7 +288,7 @@ class Laboratory:
 
     def peers(self, python: str) -> None:
         """llama.cpp's types, quantized from the same checkpoint and scored in the same windows."""
-        self.entries.known("peers", KINDS, lambda: {"model": REAL, "rows": list(self._peers(python))})
+        self.entries.known("peers", KINDS, lambda: {"model": self.case.name, "rows": list(self._peers(python))})
 
     def _peers(self, python: str) -> Iterator[dict[str, Any]]:
         parts = [self._parts(as_chat) for as_chat in (False, True)]
@@ -307,31 +311,82 @@ class Laboratory:
     def _parts(self, as_chat: bool) -> list[tuple[list[int], int]]:
         """Tokens of each window, and the first one that is scored in it."""
         cut = windows(len(self.tokens), self.case.window, self.case.stride, as_chat=as_chat)
-        return [(self.tokens[part.start : part.end], part.first - part.start) for part in cut]
+        text, bos = np.asarray(self.tokens, np.int64), self.checkpoint.spec.bos_token_id
+        return [(tokens_of(text, part, bos).tolist(), part.first - part.start) for part in cut]
 
     def closeness(self, python: str) -> None:
         """How far the next tokens' probabilities in a chat's answers are from full precision's, beside llama.cpp's."""
-        self.entries.known("closeness", [KINDS, CLOSE], lambda: {"model": REAL, "rows": list(self._closeness(python))})
+        self.entries.known(
+            "closeness", [KINDS, CLOSE], lambda: {"model": self.case.name, "rows": list(self._closeness(python))}
+        )
+
+    def of_gemma(self, given: argparse.Namespace) -> None:
+        """The same of each of Gemma's models, and llama.cpp on Gemma's own file."""
+        about, full = {"model": self.case.name}, {"method": "full precision"}
+        self.entries.known("closeness", ["full"], lambda: about | full | self._apart(one.numpy() for one in self._full))
+        chosen = given.bits or "234"
+        for (bits, method), k_chunk in itertools.product(ORDER, (0, 64, 16)):
+            if str(bits) in chosen and method in given.methods:
+                point = Point(method=method, bits=bits, k_chunk=k_chunk)
+                what = [method, bits, k_chunk]
+                act = partial(self.entries.known, "closeness", what, lambda p=point: about | self._close(p))
+                attempt(self.tell, str(what), act)
+        if given.peer_python:
+            self.entries.known("closeness", ["llama.cpp"], lambda: about | self._own_file(given.peer_python))
+
+    def _own_file(self, python: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as scratch, closing_all({"llama.cpp": peer(python)}) as workers:
+            file, llama = Path(scratch) / "own.gguf", workers["llama.cpp"]
+            file.symlink_to(self.case.folder.resolve())
+            found = (theirs(llama, file, tokens)[first - 1 : -1] for tokens, first in self._chats)
+            return {"method": "llama.cpp, own", **job(llama, "sizes", str(file)), **self._apart(found)}
+
+    @cached_property
+    def _chats(self) -> list[tuple[list[int], int]]:
+        return self._parts(as_chat=True)
+
+    @cached_property
+    def _full(self) -> list[torch.Tensor]:
+        """Logits of a chat's scored tokens in full precision."""
+        oracle = Oracle(self.checkpoint)
+        return [
+            oracle.logits(torch.tensor([tokens]), rows=range(first - 1, len(tokens) - 1))[0].float()
+            for tokens, first in self._chats
+        ]
+
+    def _close(self, point: Point) -> dict[str, Any]:
+        model, prompts = self.stored(point), ALL_RESIDUALS if point.k_chunk else 0
+        sizes = {"context": self.case.window, "max_rows": self.case.window}
+        options = DecoderOptions(**sizes, k_chunk=point.k_chunk, prompt_k_chunk=prompts)
+        decoder, _ = open_decoder(model, options, "cpu")
+        try:
+            apart = self._apart(_answered(decoder, *part) for part in self._chats)
+        finally:
+            decoder.close()
+        name = {"method": point.method, "bits": point.bits, "k_chunk": point.k_chunk}
+        found = {**name, "gpu_bytes": model.info.summary.gpu_bytes, **apart}
+        self.tell(str(found))
+        return found
+
+    def _apart(self, found: Iterable[Any]) -> dict[str, float]:
+        """Of logits of a chat's scored tokens: their perplexity, KL(full || found) in nats a token, and the percentage
+        of tokens at which the same one leads.
+        """
+        each, same, nats = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        for own, logits, (tokens, first) in zip(self._full, found, self._chats, strict=True):
+            low, wanted = torch.from_numpy(logits).log_softmax(-1), own.log_softmax(-1)
+            each.append((wanted.exp() * (wanted - low)).sum(-1))
+            same.append(low.argmax(-1) == wanted.argmax(-1))
+            nats.append(-low.gather(1, torch.tensor(tokens[first:])[:, None]))
+        return {
+            "perplexity": round(math.exp(float(torch.cat(nats).mean())), 5),
+            "kl": round(float(torch.cat(each).mean()), 5),
+            "same": round(100 * float(torch.cat(same).float().mean()), 2),
+        }
 
     def _closeness(self, python: str) -> Iterator[dict[str, Any]]:
-        parts, oracle = self._parts(as_chat=True), Oracle(self.checkpoint)
-        asked = [range(first - 1, len(tokens) - 1) for tokens, first in parts]
-        full = [
-            oracle.logits(torch.tensor([tokens]), rows=rows)[0].float()
-            for (tokens, _), rows in zip(parts, asked, strict=True)
-        ]
         for method, bits, k_chunk in CLOSE:
-            point = Point(method=method, bits=bits, k_chunk=k_chunk)
-            model, prompts = self.stored(point), ALL_RESIDUALS if k_chunk else 0
-            sizes = {"context": self.case.window, "max_rows": self.case.window}
-            options = DecoderOptions(**sizes, k_chunk=k_chunk, prompt_k_chunk=prompts)
-            decoder, _ = open_decoder(model, options, "cpu")
-            try:
-                found = [_answered(decoder, *part) for part in parts]
-            finally:
-                decoder.close()
-            name = {"method": method, "bits": bits, "k_chunk": k_chunk}
-            yield {**name, "gpu_bytes": model.info.summary.gpu_bytes, **_apart(full, found)}
+            yield self._close(Point(method=method, bits=bits, k_chunk=k_chunk))
         source = full_precision(BUILD / "gguf", "1b", self.case.folder)
         with tempfile.TemporaryDirectory() as scratch, closing_all({"llama.cpp": peer(python)}) as workers:
             file, importances, llama = (
@@ -342,8 +397,8 @@ class Laboratory:
             np.savez(importances, **importance(self.checkpoint))
             for kind in KINDS:
                 job(llama, "quantize", str(source), str(file), kind, str(importances))
-                found = [theirs(llama, file, part[0])[rows] for part, rows in zip(parts, asked, strict=True)]
-                yield {"method": f"llama.cpp {kind}", **job(llama, "sizes", str(file)), **_apart(full, found)}
+                found = (theirs(llama, file, tokens)[first - 1 : -1] for tokens, first in self._chats)
+                yield {"method": f"llama.cpp {kind}", **job(llama, "sizes", str(file)), **self._apart(found)}
 
     def answers(self) -> None:
         """Greedy answers in full precision, with 3 bits, and with 3 bits compensated."""
@@ -357,7 +412,7 @@ class Laboratory:
                 {"question": asked, "full": full[asked], "plain": plain[asked], "compensated": compensated[asked]}
                 for asked in QUESTIONS
             ]
-            return {"model": REAL, "method": method, "bits": 3, "k_chunk": 64, "answers": rows}
+            return {"model": self.case.name, "method": method, "bits": 3, "k_chunk": 64, "answers": rows}
 
         self.entries.known("answers", [method, *QUESTIONS], measure)
 
@@ -381,19 +436,6 @@ def _answered(decoder: Decoder, tokens: list[int], first: int) -> Any:
         found = [decoder.forward(Step.of(tokens[:first], 0, [first - 1], prefill=True)).copy()]
         found += [decoder.forward(Step.of([tokens[at]], at)).copy() for at in range(first, len(tokens) - 1)]
     return np.concatenate(found)
-
-
-def _apart(full: Sequence[torch.Tensor], found: Sequence[Any]) -> dict[str, float]:
-    """KL(full || found) in nats a token, and the percentage of tokens at which the same one leads."""
-    each, same = list[torch.Tensor](), list[torch.Tensor]()
-    for own, logits in zip(full, found, strict=True):
-        low, wanted = torch.from_numpy(logits).log_softmax(-1), own.log_softmax(-1)
-        each.append((wanted.exp() * (wanted - low)).sum(-1))
-        same.append(low.argmax(-1) == wanted.argmax(-1))
-    return {
-        "kl": round(float(torch.cat(each).mean()), 5),
-        "same": round(100 * float(torch.cat(same).float().mean()), 2),
-    }
 
 
 def low_bit_answers(model: StoredModel, k_chunk: int, prompt_k_chunk: int) -> dict[str, str]:
@@ -483,17 +525,25 @@ def main() -> None:
     if sys.argv[1:2] == ["--make"]:
         make(*sys.argv[2:])
         return
-    options = parser(__doc__, "quality")
+    options = parser(__doc__)
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
+    options.add_argument("--gemma", type=Path, help="Gemma 3 270M's GGUF file, instead of SmolLM2")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--bits", type=listed, help="some of 3, 4")
     options.add_argument("--methods", type=listed, default=(*METHODS, "qoq"), help="some of them; all")
     options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
     given = options.parse_args()
-    entries = Entries(given.out, given.only if given.again else ())
+    case = gemma(given.gemma) if given.gemma else smollm2(given.smollm2)
+    file = given.out or RESULTS / ("quality-gemma3.json" if given.gemma else "quality.json")
+    entries = Entries(file, given.only if given.again else ())
     entries.about = about_run("python -m tests.lab.quality")
-    measure(Laboratory(given.smollm2, entries), given)
+    laboratory = Laboratory(case, entries)
+    if given.gemma:
+        given.only = ("closeness",)
+        laboratory.of_gemma(given)
+    else:
+        measure(laboratory, given)
     entries.finish()
     for section in given.only:
         print(section, columns(entries.all(section)), sep="\n")

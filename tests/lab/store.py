@@ -25,7 +25,7 @@ _WRITTEN = ("tests/lab/results", "docs", "*.md")
 """What measuring writes, or nobody measures by."""
 _WORDS = (".md", ".mo", ".po", ".pot")
 """Ends of files that say things only to people."""
-_PLACES = ("--peer-python", "--out", "--smollm2", "--stored", "--home")
+_PLACES = ("--peer-python", "--out", "--smollm2", "--gemma", "--stored", "--home")
 _NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
 """A list of numbers in JSON, which gets one line."""
 Entry = dict[str, Any]

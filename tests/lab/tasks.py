@@ -44,7 +44,7 @@ from runtime.text.schema_process import problem_of
 from runtime.text.tokenizer import Tokenizer
 from tests.lab import tool_calls
 from tests.lab.caches import ORDER
-from tests.lab.models import DATA, SMOLLM2
+from tests.lab.models import DATA, SMOLLM2, smollm2
 from tests.lab.quality import ALL_RESIDUALS, Laboratory, Point
 from tests.lab.store import ROOT, Entries, about_run, attempt, digest, listed, parser, table, version
 from tests.smollm2 import gguf_file
@@ -480,7 +480,7 @@ def main() -> None:
     given = options.parse_args()
     entries = Entries(given.out, given.only if given.again else ())
     entries.about = about_run("python -m tests.lab.tasks")
-    measure(Tasks(Laboratory(given.smollm2, entries)), given.only)
+    measure(Tasks(Laboratory(smollm2(given.smollm2), entries)), given.only)
     entries.finish()
     print({part: len(entries.all(part)) for part in given.only})
 

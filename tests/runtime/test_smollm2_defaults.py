@@ -22,7 +22,7 @@ from runtime.measure.evaluate import perplexity
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.store import ROOT, digest
-from tests.smollm2 import HF_NAME, kept
+from tests.real_models import HF_NAME, kept
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(1800)]  # quantizing on a busy machine
 

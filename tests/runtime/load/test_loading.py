@@ -201,6 +201,9 @@ def test_answers_over_a_window_are_exact_and_show_what_pages_lose() -> None:
     assert lossy.cache.paged_length(0) == 64
     assert -1e-6 < same.kl < 1e-4 < other.kl < 0.01
     assert same.same_percent > 99
+    begin = model.spec.bos_token_id
+    begun = Reference.answers(lossy, [begin, *range(300, 500)]).windows
+    assert [text[0] for text in begun] == [begin, begin], "every answer's text begins as the text does"
 
 
 @pytest.mark.parametrize(

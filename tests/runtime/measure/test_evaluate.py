@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,31 +182,51 @@ def test_recall_is_reported_where_it_is_measured(tiny_model: Callable[..., Any])
     assert 0 < result.recall < 1
 
 
+@dataclass
+class Full:
+    """A small model as a checkpoint."""
+
+    model: Any
+
+    @property
+    def spec(self) -> Any:
+        return self.model.spec
+
+    def vector(self, name: str) -> Any:
+        return torch.from_numpy(self.model.vectors[name])
+
+    def linear(self, name: str) -> Any:
+        return torch.from_numpy(self.model.full[name]), None
+
+    def embedding(self) -> Any:
+        return torch.from_numpy(self.model.table.astype(np.float32))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_windows_begin_as_their_text_does(tiny_model: Callable[..., Any], full: bool) -> None:
+    model = tiny_model(bits=3)
+    begin = model.spec.bos_token_id
+
+    def losses(tokens: list[int]) -> tuple[float, ...]:
+        if full:
+            return full_precision_perplexity(Full(model), tokens, 16, 16).window_nll
+        return perplexity(ReferenceDecoder(model, DecoderOptions(context=64)), tokens, 16, 16).window_nll
+
+    begun, other = losses([begin, *TOKENS[1:]]), losses(TOKENS)
+    assert begun[1:] == pytest.approx([losses([begin, *TOKENS[at + 1 : at + 16]])[0] for at in (16, 32, 48)])
+    assert other[1:] == pytest.approx([losses(TOKENS[at : at + 16])[0] for at in (16, 32, 48)])
+    assert begun[1] != pytest.approx(other[1], rel=1e-3)
+
+
 def test_full_precision_is_what_full_compensation_approaches(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model(bits=3)
-
-    @dataclass
-    class Full:
-        spec: Any
-
-        def vector(self, name: str) -> Any:
-            return torch.from_numpy(model.vectors[name])
-
-        def linear(self, name: str) -> Any:
-            return torch.from_numpy(model.full[name]), None
-
-        def embedding(self) -> Any:
-            return torch.from_numpy(model.table.astype(np.float32))
-
-    import torch
-
-    full = full_precision_perplexity(Full(model.spec), TOKENS, 32, 16)
+    full = full_precision_perplexity(Full(model), TOKENS, 32, 16)
     losses = []
     for k_chunk in (0, 1024):
         decoder = ReferenceDecoder(model, DecoderOptions(context=64, k_chunk=k_chunk, select="exact"))
         losses.append(abs(perplexity(decoder, TOKENS, 32, 16).nll_sum - full.nll_sum))
     assert full.tokens == len(TOKENS) - 1
-    chat = full_precision_perplexity(Full(model.spec), TOKENS, 32, 16, as_chat=True)
+    chat = full_precision_perplexity(Full(model), TOKENS, 32, 16, as_chat=True)
     assert chat.tokens == len(TOKENS) - 16
     assert chat.nll_sum < full.nll_sum
     assert losses[1] < 0.01 * full.nll_sum

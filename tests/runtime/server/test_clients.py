@@ -28,8 +28,8 @@ from app.cli.launch import PROGRAMS, Target
 from runtime.engine.generation import Piece
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tool_calls import Tool
+from tests.real_models import UnavailableError, kept
 from tests.runtime.server.conftest import wait_until
-from tests.smollm2 import UnavailableError, kept
 
 PYTHON = (
     "anthropic==2.14.0",
