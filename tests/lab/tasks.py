@@ -47,7 +47,7 @@ from tests.lab.caches import ORDER
 from tests.lab.models import DATA, SMOLLM2, smollm2
 from tests.lab.quality import ALL_RESIDUALS, Laboratory, Point
 from tests.lab.store import ROOT, Entries, about_run, attempt, digest, listed, parser, table, version
-from tests.smollm2 import gguf_file
+from tests.real_models import gguf_file
 
 PARTS = ("chats", "drift", "forms", "keys")
 LENGTHS = (1000, 2000, 4000, 7000)
