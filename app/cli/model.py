@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Origins:
-    """Cached matches of checkpoints and stored models, in one file that may be deleted at any time."""
+    """Cached matches of checkpoints and stored models, and their places, in one file that may be deleted at any time."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -39,11 +39,11 @@ class Origins:
         files = recorded(info)
         if not files or (checkpoint.is_file() and list(files) != [checkpoint.name]):
             return False
-        folder = checkpoint.parent if checkpoint.is_file() else checkpoint
+        folder = _folder(checkpoint)
         stamps = _stamps(folder, files)
         if stamps is None:
             return False
-        key = f"{info.path.resolve()} {folder.resolve()}"
+        key = _key(info, folder)
         entry = {"stamps": stamps, "files": files}
         known = self._read()
         if known.get(key) == entry:
@@ -52,6 +52,19 @@ class Origins:
             return False
         self._write({**known, key: entry})
         return True
+
+    def remember(self, info: StoredModelInfo, checkpoint: Path) -> None:
+        """Note where the checkpoint is that a model was made from."""
+        self._write({_key(info, _folder(checkpoint)): {}, **self._read()})
+
+    def found(self, info: StoredModelInfo) -> Path | None:
+        """Where the checkpoint was that a model was made from, if it is noted."""
+        begin = _key(info, Path())
+        for key in self._read():
+            if key.startswith(begin) and (folder := Path(key.removeprefix(begin))).is_dir():
+                files = [folder / name for name in recorded(info) if name.endswith(".gguf")]
+                return files[0] if files else folder
+        return None
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -68,6 +81,14 @@ class Origins:
                 file.write(json.dumps(known).encode())
         except OSError:
             return
+
+
+def _folder(checkpoint: Path) -> Path:
+    return checkpoint.parent if checkpoint.is_file() else checkpoint
+
+
+def _key(info: StoredModelInfo, folder: Path) -> str:
+    return f"{info.path.resolve()} {folder.resolve() if folder.name else ''}"
 
 
 def recorded(info: StoredModelInfo) -> dict[str, str]:
@@ -167,9 +188,12 @@ def exact_source(name: str, model: StoredModel, services: Services, output: Outp
         KeyboardInterrupt: the user stopped it.
     """
     check_needed(_("answering in full precision"))
-    kept = services.cached(model.info.source) if is_stored(name, services) and _is_hub_name(model.info.source) else None
-    path = kept or find_checkpoint(name, services, output)
-    if not Origins(services.origins_file()).made_from(model.info, path):
+    info, origins = model.info, Origins(services.origins_file())
+    path = None
+    if is_stored(name, services):
+        path = origins.found(info) or (services.cached(info.source) if _is_hub_name(info.source) else None)
+    path = path or find_checkpoint(name, services, output)
+    if not origins.made_from(info, path):
         raise CliError(
             _(
                 "{path} is not the checkpoint that {name} was made from, or was changed since: its checksums differ "
@@ -263,7 +287,7 @@ def quantized(
     """
     text = calibration if calibration is not None else services.calibration_text()
     with Interrupt() as interrupt, output.progress() as progress:
-        return services.quantize(
+        info = services.quantize(
             checkpoint,
             recipe,
             name=name,
@@ -272,6 +296,8 @@ def quantized(
             progress=progress,
             cancelled=interrupt.cancelled,
         )
+    Origins(services.origins_file()).remember(info, checkpoint)
+    return info
 
 
 def unknown(name: str, services: Services) -> str:

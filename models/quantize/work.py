@@ -44,22 +44,23 @@ class Source:
 def read_source(checkpoint: CheckpointFiles, earlier: Mapping[str, Any], watch: Callable[[int, int], None]) -> Source:
     """Hash the files of a checkpoint, except those that have not been touched since an earlier run."""
     small = (layout.CONFIG, layout.GENERATION_CONFIG, *TOKENIZER_FILES)
-    present = [checkpoint.path / name for name in small] if checkpoint.path.is_dir() else []
-    paths = [path for path in present if path.is_file()] + list(checkpoint.weights)
-    status = {path.name: path.stat() for path in paths}
+    present = {name: checkpoint.path / name for name in small} if checkpoint.path.is_dir() else {}
+    paths = {name: path for name, path in present.items() if path.is_file()}
+    paths |= {path.name: path for path in checkpoint.weights}
+    status = {name: path.stat() for name, path in paths.items()}
     stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in status.items()}
     known: Mapping[str, Any] = earlier.get("identity", {}).get("source", {}).get("files", {})
     known_stamps = earlier.get("stamps", {})
     total = sum(stat.st_size for stat in status.values())
     files: dict[str, Mapping[str, Any]] = {}
     done = 0
-    for path in sorted(paths):
-        if path.name in known and known_stamps.get(path.name) == stamps[path.name]:
-            files[path.name] = known[path.name]
+    for name, path in sorted(paths.items()):
+        if name in known and known_stamps.get(name) == stamps[name]:
+            files[name] = known[name]
         else:
             entry = describe(path, partial(_shifted, watch, done, total))
-            files[path.name] = {"bytes": entry.bytes, "sha256": entry.sha256}
-        done += stamps[path.name][0]
+            files[name] = {"bytes": entry.bytes, "sha256": entry.sha256}
+        done += stamps[name][0]
     return Source(files=files, stamps=stamps)
 
 

@@ -18,6 +18,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
+from textual.worker import WorkerCancelled
 
 from app.chat.answers import Continued, Event, Written
 from app.chat.commands import parse
@@ -322,8 +323,9 @@ class ChatScreen(Screen[None]):
         if not self.busy:
             return False
         await self._session.answers.stop(self._session.conversation.id)
-        if drawing := [worker for worker in self.workers if worker.group == "answer"]:
-            await self.workers.wait_for_complete(drawing)  # given none, it would wait for all, the keys' among them
+        while drawing := next((one for one in self.workers if one.group == "answer" and not one.is_finished), None):
+            with contextlib.suppress(WorkerCancelled):  # a screen that comes back draws anew
+                await drawing.wait()
         return True
 
     def _follow(self, writing: AnswerTask) -> None:

@@ -61,23 +61,13 @@ def test_exact_answers_need_the_source(
     tmp_path: Path,
     checkpoint_maker: Callable[..., Path],
 ) -> None:
-    found = answer(
-        "run",
-        checkpoint,
-        "hi",
-        "--max-tokens",
-        20,
-        "--budget",
-        "exact",
-        "--temperature",
-        0,
-        "--speculate",
-        "--gamma",
-        2,
-    )
+    how = ("hi", "--max-tokens", 20, "--budget", "exact", "--temperature", 0, "--speculate", "--gamma", 2)
+    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
+    found = answer("run", checkpoint, *how)
     assert (found["kv"], found["speculation"]["source"], found["speculation"]["gamma"]) == ("fp16", "model", 2)
     assert not any(found["k_chunk"].values())
-    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
+    answer("quantize", checkpoint, "--bits", 3, "--name", "mine")
+    assert answer("run", "mine", *how)["text"] == found["text"]
     assert "leave out" in run("run", checkpoint, "hi", "--budget", "exact", "--k-chunk", 5, code=2).stderr
     assert "CPU backend only" in error("run", checkpoint, "hi", "--budget", "exact", "--backend", "reference")
     model, other = StoredModel.open_folder(packed), checkpoint_maker(tmp_path / "other", seed=1)

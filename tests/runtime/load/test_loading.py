@@ -179,8 +179,7 @@ def test_the_default_cache_is_the_first_that_does_no_harm_and_another_that_was_a
     folder = store.path("org/copy")
     measured = zip(("int4", "int8", "fp16"), losses, strict=False)
     caches = tuple(Way(kv=kind, k_chunk=0, kl=kl, same_percent=90.0, perplexity=4.0) for kind, kl in measured)
-    if caches:
-        Certificate(model=content_of(folder) or "", caches=caches).write(folder)
+    Certificate(model=content_of(folder) or "", caches=caches).write(folder)
     request = LoadRequest(model="org/copy", kv=asked, k_chunk=0, context=256, backend="reference")
     _, loaded = loads(request)
     assert (loaded.kv, loaded.kv_bytes) == (kv, loads(replace(request, kv=kv))[1].kv_bytes)

@@ -83,7 +83,7 @@ SHARE = {bits: _named(f"units.panels.share_{bits}") for bits in (2, 4, 8, 16)}
 PANEL = {bits: _named(f"units.panels.panel_{bits}") for bits in (2, 4, 8, 16)}
 multiply_panel, add_whole = _named("units.panels.multiply_panel"), _named("units.products.add_whole")
 """Products of prompt rows with residuals: added to the weights, or in a separate product."""
-EXACT = [_named(f"units.exact.multiply_{kind}") for kind in op.EXACT_KINDS]
+EXACT = {number: _named(f"units.exact.multiply_{kind}") for number, kind in enumerate(op.EXACT_KINDS)}
 """Products with full-precision weights, by their kind."""
 pick = _named("units.inputs.pick")
 """The input of the latter."""
