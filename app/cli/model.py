@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Origins:
-    """Cached matches of checkpoints and stored models, and their places, in one file that may be deleted at any time."""
+    """Cached matches of checkpoints (and their places) and stored models, in a file that may be deleted any time."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -208,10 +208,10 @@ def test_seeded_answers_do_not_hang_on_the_clock() -> None:
 
 
 COPIED = {
-    "greedy": greedy(max_tokens=120, repetition_penalty=0.7),  # what was said becomes likelier: it is said again
-    "logprobs": greedy(max_tokens=60, repetition_penalty=0.7, logprobs=2),
-    "stop": greedy(repetition_penalty=0.7, max_tokens=200, stop=(" the",)),
-    "seeded": SamplingOptions(temperature=0.3, top_p=0.95, repetition_penalty=0.7, seed=5, max_tokens=100),
+    "greedy": greedy(max_tokens=120, repetition_penalty=0.6),  # what was said becomes likelier: it is said again
+    "logprobs": greedy(max_tokens=60, repetition_penalty=0.6, logprobs=2),
+    "stop": greedy(repetition_penalty=0.6, max_tokens=200, stop=(" the",)),
+    "seeded": SamplingOptions(temperature=0.3, top_p=0.95, repetition_penalty=0.6, seed=5, max_tokens=100),
     "grammar": greedy(
         max_tokens=80, grammar=Grammar.of_schema({"type": "array", "items": {"type": "string"}, "minItems": 40})
     ),
