@@ -308,7 +308,7 @@ class Checkpoint:
 
         A row of the file's table has the embeddings of all blocks. Those that were asked for stay in memory.
         """
-        width, known = self.spec.token_width, self.spec.token_vocab or self.spec.vocab_size
+        width, known = self.spec.token_width, self.spec.token_count
         wanted = [token if token < known else 0 for token in tokens.flatten().tolist()]
         table = self.files.entries[self._token_table()]
         for token in set(wanted) - self._token_rows.keys():
@@ -319,7 +319,7 @@ class Checkpoint:
 
     def token_table(self, first: int, count: int) -> torch.Tensor:
         """Rows of the table of all blocks' own embeddings, float32 [count, blocks * P]."""
-        table, known = self.files.entries[self._token_table()], self.spec.token_vocab or self.spec.vocab_size
+        table, known = self.files.entries[self._token_table()], self.spec.token_count
         parts = [table.rows(first, held).read()] if (held := min(count, known - first)) > 0 else []
         parts += [table.rows(0, 1).read()] * (count - max(held, 0))
         rows = torch.cat(parts)
@@ -410,8 +410,7 @@ class Checkpoint:
             self._vector_keys("norm")[0]: (spec.hidden_size,),
         }
         if spec.token_width:
-            known = spec.token_vocab or spec.vocab_size
-            shapes[self._token_table()] = (known, spec.num_layers * spec.token_width)
+            shapes[self._token_table()] = (spec.token_count, spec.num_layers * spec.token_width)
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
         matrices = {} if spec.altup is None else spec.altup.matrices(spec.hidden_size)

@@ -487,9 +487,14 @@ class ModelSpec:
         return count - self.hidden_size * self.num_layers * self.parallel
 
     @property
+    def token_count(self) -> int:
+        """Tokens that have embeddings of the blocks' own."""
+        return self.token_vocab or self.vocab_size
+
+    @property
     def token_weights(self) -> int:
         """Of these, the embeddings of blocks' own, of which a token reads a row."""
-        return (self.token_vocab or self.vocab_size) * self.num_layers * self.token_width
+        return self.token_count * self.num_layers * self.token_width
 
     def has_experts(self, layer: int) -> bool:
         """Whether a block has a mixture of experts in place of an MLP."""
