@@ -101,7 +101,7 @@ class Oracle:
 
     Args:
         weights: A checkpoint, or anything else that provides `Weights`.
-        dtype: Of weights and activations: float32 or bfloat16. Norms and softmax are float32 inside.
+        dtype: Of weights and activations: float64, float32 or bfloat16. Norms and softmax are at least float32 inside.
         observe: Sees the input of every linear layer; None for no observer.
         observe_keys: Sees the queries and keys of every block.
         observe_attention: Sees the attention that tokens receive in every block; takes [B, H, S, T] to compute.
@@ -317,7 +317,7 @@ class _Operations(Eager):
 
     def rms(self, x: Tensor, name: str) -> Tensor:
         weight, _ = self.oracle.parameters(name)
-        y = x.float()
+        y = _wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.spec.eps_of(name))
         return weight * y.to(self.oracle.dtype)
 
@@ -353,7 +353,7 @@ class _Operations(Eager):
             keys, values = (self.heads(x, layer).transpose(1, 2) for x in (k, v.to(self.oracle.dtype)))
             if self.spec.v_norm:
                 values = values * torch.rsqrt(
-                    values.float().square().mean(-1, keepdim=True) + self.spec.eps_of("v_norm")
+                    _wide(values).square().mean(-1, keepdim=True) + self.spec.eps_of("v_norm")
                 )
             if owner in self.spec.lent_layers:
                 self.lent[owner] = keys, values
@@ -439,9 +439,9 @@ class _Operations(Eager):
             self.oracle.observe(name, x)
         flat, (weight, _) = x.flatten(0, -2), self.oracle.parameters(name)
         bias = self.oracle.parameters(f"{name}_bias")[0] if mixture.bias else None
-        correction = self.oracle.parameters(f"{name}_correction")[0].float() if mixture.corrected else None
+        correction = self.oracle.parameters(f"{name}_correction")[0] if mixture.corrected else None
         read = self.of(node, 1).flatten(0, -2)
-        chosen, shares = route(functional.linear(read, weight, bias).float(), mixture, correction)
+        chosen, shares = route(_wide(functional.linear(read, weight, bias)), mixture, correction)
         total = torch.zeros_like(flat)
         for expert in torch.unique(chosen).tolist():
             rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -500,6 +500,11 @@ def _stay_together(held: str, wanted: str) -> bool:
     return same_block and (expert_of(held) is None or expert_of(held) == expert_of(wanted))
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or as it is in float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def capped(x: Tensor, cap: float) -> Tensor:
     """Soft cap c * tanh(x / c), whose magnitude stays below c."""
     return cap * torch.tanh(x / cap)
@@ -516,11 +521,11 @@ def _shares(queries: Tensor, keys: Tensor, mask: Tensor, cap: float | None, sink
         sinks: [H], scores that take a share themselves; None = none.
     """
     shared = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-    scores = (queries @ shared.transpose(-1, -2)).float() / queries.shape[-1] ** 0.5
+    scores = _wide(queries @ shared.transpose(-1, -2)) / queries.shape[-1] ** 0.5
     if cap is not None:
         scores = capped(scores, cap)
     scores = scores.masked_fill_(~mask, -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None, None].float().expand(*scores.shape[:3], 1)), dim=-1)
+        scores = torch.cat((scores, _wide(sinks[:, None, None]).expand(*scores.shape[:3], 1)), dim=-1)
     shares: Tensor = scores.softmax(-1)[..., : keys.shape[2]]
     return shares
