@@ -204,12 +204,7 @@ class RuntimeClient:
                 yield delta
 
     async def complete(self, text: str, options: ChatOptions) -> AsyncGenerator[ChatDelta, None]:
-        """Continue a text as it is, without a chat template.
-
-        Args:
-            text: The text.
-            options: Sampling options.
-        """
+        """Continue a text as it is, without a chat template."""
         given = {name: value for name in _COMPLETION if (value := getattr(options, name)) is not None}
         asked = {"max_tokens": -1, **given}  # as in a chat: up to the end of the context
         body = {**asked, "prompt": text}

@@ -79,12 +79,7 @@ def in_all_languages(message: str) -> Iterator[str]:
 
 
 def _(message: str, /, **values: object) -> str:
-    """A text in the user's language.
-
-    Args:
-        message: The English text.
-        **values: What its placeholders stand for, such as `{name}`. Without any, it is not a template.
-    """
+    """A text in the user's language; without values for its placeholders, such as `{name}`, it is not a template."""
     catalogue = _catalogue()
     return _filled(message if catalogue is None else catalogue.gettext(message), values)
 

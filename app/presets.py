@@ -103,10 +103,6 @@ def _bundled() -> dict[tuple[str, str], tuple[str, str]]:
 def save(presets: Mapping[str, str], file: Path | None = None) -> None:
     """Replace all presets atomically.
 
-    Args:
-        presets: texts by name.
-        file: the file, by default `paths.presets_file()`.
-
     Raises:
         SettingsError: it can't be written.
     """

@@ -79,13 +79,7 @@ def size_at(one: Prospect, bits: float) -> int:
 
 
 def question(source: str, bits: float, found: Sequence[Prospect]) -> str | None:
-    """The question to ask before a model is made: its size, the time and the disk that it takes; None if it is small.
-
-    Args:
-        source: The checkpoint, as requested.
-        bits: Bits per weight.
-        found: The models that can be downloaded.
-    """
+    """The question to ask before a model is made: its size, the time and the disk it takes; None if it is small."""
     one = next((one for one in found if one.source == source), None)
     on_disk = 0 if one is not None else _bytes_in(Path(source))
     if one is not None:

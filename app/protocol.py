@@ -367,11 +367,7 @@ def _data(line: bytes | bytearray) -> str:
 
 @contextmanager
 def translated(who: str) -> Iterator[None]:
-    """Translate network failures into errors of this program.
-
-    Args:
-        who: Name of the other side.
-    """
+    """Translate network failures into errors of this program."""
     import httpx
 
     try:

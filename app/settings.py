@@ -357,10 +357,6 @@ RULES: Mapping[str, Rule] = {
 def rule_of(key: str, where: str = "") -> Rule:
     """The rule of a key.
 
-    Args:
-        key: a setting's name.
-        where: where the key was found, for the message.
-
     Raises:
         SettingsError: there is no such setting.
     """

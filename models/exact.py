@@ -20,10 +20,6 @@ _ROWS = 1024
 class ExactSource:
     """A stored model's source.
 
-    Args:
-        path: The checkpoint's folder or GGUF file.
-        model: The stored model, made of it.
-
     Raises:
         CheckpointError: the model computes with other numbers beside its matrices than the source.
         ModelError: the checkpoint is damaged or not supported.

@@ -190,11 +190,6 @@ def read_low_bit(
 ) -> tuple[dict[str, StoredTensor], dict[str, int] | None]:
     """The tensors of a checkpoint, each quantized matrix as one under the name of its weight.
 
-    Args:
-        entries: By their names.
-        config: config.json, or its part on the language model.
-        source: What errors call it.
-
     Returns:
         The tensors; and the number of weights by type, most first, or None if config.json says of no quantization.
 

@@ -60,13 +60,7 @@ def recipe_of(recipe: Recipe, first: int, last: int) -> Recipe:
 
 
 class Part(Weights):
-    """The weights of some consecutive blocks. Implements `models.packed.Weights`.
-
-    Args:
-        model: The whole model.
-        first: Its first block here.
-        last: The block behind the last one.
-    """
+    """The weights of some consecutive blocks. Implements `models.packed.Weights`."""
 
     def __init__(self, model: Weights, first: int, last: int) -> None:
         self._model, self._first = model, first

@@ -30,6 +30,21 @@ PLAIN_FILES = (
 """Files that describe such a tokenizer."""
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where a folder has the template of conversations with tools, if it is another one."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    TOOL_TEMPLATE,
+)
+"""Files of a checkpoint that may belong to its tokenizer."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates refer to by name."""
 _DEMANDING = ("fast_tokenizer_files", "fix_mistral_regex", "init_inputs", "split_special_tokens")

@@ -206,11 +206,6 @@ def gaps(stops: Sequence[Stop], sources: Mapping[str, str], graph: Graph) -> lis
 
     A stop has to define its entry, and to call, pass on or request the entry of the next. Files that a row names have
     to import each other, so that they hang together with the row's own.
-
-    Args:
-        stops: The way.
-        sources: Text of every file that it names.
-        graph: What imports what.
     """
     trees = {file: ast.parse(source) for file, source in sources.items()}
     found = [f"{stop.file} has no {stop.entry}" for stop in stops if stop.entry not in _defined(trees[stop.file])]

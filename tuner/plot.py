@@ -46,10 +46,6 @@ def terminal(curves: Sequence[Curve], *, width: int = 80, height: int = 20, colo
 def svg(curves: Sequence[Curve], *, title: str = "") -> bytes:
     """The curves as an SVG picture; the same curves give the same bytes.
 
-    Args:
-        curves: What to draw.
-        title: The title.
-
     Raises:
         ShapeError: no curves.
     """

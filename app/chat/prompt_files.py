@@ -50,10 +50,10 @@ class PromptFile:
         return body.replace(_ARGUMENTS, argument) if _ARGUMENTS in body else f"{body}\n\n{argument}".strip()
 
 
-def prompt_files(started_in: Path | None = None) -> list[PromptFile]:
+def prompt_files() -> list[PromptFile]:
     """The prompts by name, the user's own before a project's of the same name. What can't be read is left out."""
     found: dict[str, PromptFile] = {}
-    for path in _paths(started_in or Path.cwd()):
+    for path in _paths(Path.cwd()):
         with contextlib.suppress(CommandError):
             one = _described(path)
             if NAME.fullmatch(one.name):

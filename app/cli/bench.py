@@ -29,15 +29,7 @@ _ROUND = 256
 
 def bench(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="As for run; default: the model in the settings, else demo.",
-            autocompletion=options.complete_model,
-            show_default=False,
-        ),
-    ] = None,
+    model: options.ModelOrUsual = None,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", min=1, help="Tokens to prefill; default: 256.", show_default=False)
     ] = None,

@@ -135,6 +135,15 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+ModelOrUsual = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="As for run; default: the model in the settings, else demo.",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
 
 
 def _write_plainly(asked: bool) -> None:

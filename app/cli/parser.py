@@ -25,14 +25,7 @@ _CLOSING = "，。；：、！？）」》,.;:!?)"
 
 
 def in_users_language(group: Any, main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the commands.
-
-    Args:
-        group: The commands, whose help is replaced.
-        main: Parses and runs.
-        *args: For `main`.
-        **kwargs: For `main`.
-    """
+    """Run the commands."""
     use_for_parser()
     for told in helps(group):
         told.help = _(told.help)

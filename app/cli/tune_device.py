@@ -82,15 +82,7 @@ class _Result:
 
 def tune_device(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="As for run; default: the model in the settings, else demo.",
-            autocompletion=options.complete_model,
-            show_default=False,
-        ),
-    ] = None,
+    model: options.ModelOrUsual = None,
     budget: options.Budget = None,
     prompt_budget: options.PromptBudget = None,
     simulate: Annotated[

@@ -63,13 +63,7 @@ def material(text: str) -> str:
 
 
 def attached(name: str, text: str, ticks: int = 3) -> str:
-    """A whole document as part of a message.
-
-    Args:
-        name: Its name on the screen.
-        text: Its text.
-        ticks: Fewest ticks of its fence.
-    """
+    """A whole document as part of a message, in a fence of at least so many ticks."""
     fence = "`" * max(ticks, max((len(run) for run in _TICKS.findall(text)), default=0) + 1)
     return f"{material(name)}:\n{fence}\n{material(text).rstrip()}\n{fence}"
 
@@ -94,12 +88,7 @@ def with_passages(question: str, passages: Sequence[Passage]) -> str:
 
 
 def shortened(passage: Passage, room: int) -> Passage:
-    """The beginning of a passage.
-
-    Args:
-        passage: A passage.
-        room: Most characters.
-    """
+    """The beginning of a passage, of at most `room` characters."""
     if len(passage.text) <= room:
         return passage
     text = passage.text[:room]

@@ -62,13 +62,7 @@ def subject(questions: Sequence[str]) -> list[str]:
 
 
 def best(database: sqlite3.Connection, paths: Sequence[str], words: Sequence[str]) -> list[Match]:
-    """The passages of some sources that contain enough of these words, best first.
-
-    Args:
-        database: Has the index.
-        paths: The sources.
-        words: From `terms`.
-    """
+    """The passages of some sources that contain enough of these words, best first."""
     among = json.dumps(list(paths))
     ((total,),) = database.execute(f"SELECT count(*) FROM chunks WHERE {_OWN}", (among,)).fetchall()  # noqa: S608
     covered: dict[int, float] = {}

@@ -57,12 +57,7 @@ class ImportedChat:
 
 
 def to_markdown(chat: Chat, messages: Sequence[Message]) -> str:
-    """The branch on screen, as a document for reading and importing.
-
-    Args:
-        chat: The chat.
-        messages: Its messages of all branches.
-    """
+    """The branch on screen, as a document for reading and importing."""
     return markdown.write(chat.title, _restored(chat, messages).path())
 
 
@@ -160,10 +155,6 @@ def read_file(file: Path) -> list[ImportedChat]:
 
 def read(text: str, name: str) -> list[ImportedChat]:
     """Read the chats of a file: our JSON, our Markdown, or ChatGPT's conversations.json.
-
-    Args:
-        text: The file's contents.
-        name: The file's name, for errors.
 
     Raises:
         HistoryError: it is none of these, or damaged.

@@ -224,10 +224,6 @@ def _statements(script: str) -> list[str]:
 def transaction(connection: sqlite3.Connection, path: Path | None) -> Iterator[sqlite3.Connection]:
     """Context manager: what is written inside is committed together, or not at all; nested ones join the outer one.
 
-    Args:
-        connection: The database.
-        path: Its file, for errors.
-
     Raises:
         HistoryError: it can't be written.
     """
@@ -247,12 +243,7 @@ def transaction(connection: sqlite3.Connection, path: Path | None) -> Iterator[s
 
 
 def forget_words(database: sqlite3.Connection, index: str) -> None:
-    """Have a word index forget the words of deleted rows, which it only does when it is rewritten.
-
-    Args:
-        database: Has the index.
-        index: Its name.
-    """
+    """Have a word index forget the words of deleted rows, which it only does when it is rewritten."""
     database.execute(f"INSERT INTO {index} ({index}) VALUES ('optimize')")  # noqa: S608  our own name
 
 

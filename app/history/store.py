@@ -265,12 +265,7 @@ class History:
         return any(self._read("SELECT 1 FROM messages WHERE id = ?", (message,)) for message in messages)
 
     def search(self, text: str, limit: int = 50) -> list[Found]:
-        """Messages that contain all words of a text, the last possibly as a prefix; newest first.
-
-        Args:
-            text: The user's input; it has no operators.
-            limit: Most messages.
-        """
+        """Messages that contain all words of a text, the last possibly as a prefix; newest first."""
         words = encodable(text).split()
         if not words:
             return []

@@ -128,11 +128,7 @@ def _secrets_in(text: str) -> list[str]:
 
 
 class Secrets:
-    """Hides the values of mcp.json in texts.
-
-    Args:
-        servers: Whose values.
-    """
+    """Hides the values of mcp.json in texts."""
 
     def __init__(self, servers: Iterable[ServerConfig]) -> None:
         values = {value for server in servers for value in server.secrets}

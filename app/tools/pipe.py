@@ -49,11 +49,7 @@ _ID = re.compile(rb'"id"\s*:\s*"?(\d{1,18})')
 
 
 class Log:
-    """The last lines of a server's log.
-
-    Args:
-        hide: Removes secrets from a line.
-    """
+    """The last lines of a server's log."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)

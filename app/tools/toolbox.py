@@ -97,17 +97,6 @@ class Toolbox:
         """Whether no server is starting."""
         return all(server.state != "starting" for server in self.servers)
 
-    def restart(self, name: str) -> Future[None]:
-        """End a server and start it again."""
-
-        async def work() -> None:
-            for server in self.servers:
-                if server.name == name:
-                    await server.close()
-                    server.start()
-
-        return self._run(work())
-
     def stop(self, name: str) -> Future[None]:
         """End a server."""
 

@@ -27,14 +27,6 @@ class Commands:
     def __init__(
         self, screen: Screen[None], session: Session, *, changed: Callable[[], object], statistics: Callable[[], object]
     ) -> None:
-        """Begin.
-
-        Args:
-            screen: Shows notices, and runs actions.
-            session: Has the chat.
-            changed: Called when the chat's settings have changed.
-            statistics: Shows the statistics of the last answer.
-        """
         self._screen, self._session = screen, session
         self._changed, self._statistics = changed, statistics
 

@@ -115,13 +115,7 @@ def statistics_parts(statistics: Statistics) -> list[str]:
 
 
 def statistics_line(statistics: Statistics, width: int, before: Sequence[str] = ()) -> str:
-    """The line under an answer.
-
-    Args:
-        statistics: the answer's statistics.
-        width: width of the line in cells.
-        before: parts to put first.
-    """
+    """The line under an answer."""
     return fitting([*before, *statistics_parts(statistics)], width)
 
 

@@ -149,13 +149,7 @@ def verdicts(token: InspectedToken) -> list[str]:
 
 
 def candidate_rows(token: InspectedToken, width: int, most: int) -> list[str]:
-    """The candidates as a table: probability and logit, with and without compensation.
-
-    Args:
-        token: the token.
-        width: width of a line in cells.
-        most: maximum number of lines, including the heading.
-    """
+    """The candidates as a table: probability and logit, with and without compensation."""
     compensated = token.base_best is not None
     columns = 2 if compensated else 1
     name = max(8, min(16, width // 4))

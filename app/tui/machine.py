@@ -41,13 +41,7 @@ def found_words(report: DeviceReport) -> str:
 
 
 def welcome_words(found: Sequence[Prospect], *, offline: bool, model: str) -> str:
-    """The greeting for users who have only the bundled model.
-
-    Args:
-        found: the models that could be downloaded.
-        offline: whether there is no network.
-        model: the bundled model's name.
-    """
+    """The greeting for users who have only the bundled model."""
     here = _("You are chatting with {model}, a tiny bundled model that only demonstrates the program.", model=model)
     if offline:
         return _(

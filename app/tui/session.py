@@ -322,9 +322,6 @@ class Session:
 
         The chat stays usable; messages sent in the meantime wait for their turn in the runtime.
 
-        Args:
-            force: whether to repeat measurements.
-
         Returns:
             Whether it was applied. Without a model there is nothing to do: the next load uses the settings.
         """

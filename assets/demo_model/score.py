@@ -34,11 +34,7 @@ class Answerer(Protocol):
 
 
 class FullPrecision:
-    """Greedy answers of a Hugging Face checkpoint in fp32.
-
-    Args:
-        folder: The checkpoint.
-    """
+    """Greedy answers of a Hugging Face checkpoint in fp32."""
 
     def __init__(self, folder: Path) -> None:
         from models.checkpoint import Checkpoint
@@ -82,10 +78,6 @@ class FullPrecision:
 
 def score(answerer: Answerer, asked: Sequence[Question]) -> tuple[dict[str, list[bool]], list[dict[str, str]]]:
     """Ask every question.
-
-    Args:
-        answerer: Who answers.
-        asked: The questions.
 
     Returns:
         For each kind whether the answers were right, and the wrong answers with their questions.

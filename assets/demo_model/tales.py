@@ -42,10 +42,6 @@ class Tale:
 def tell(rng: random.Random, wished: dict[str, str] | None = None) -> Tale:
     """A story of five or six sentences.
 
-    Args:
-        rng: Source of the choices.
-        wished: Slots and plot that are given.
-
     Returns:
         The story.
     """

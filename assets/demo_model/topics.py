@@ -22,9 +22,6 @@ FOLLOWING = ("short", "why", "how", "example")
 def content(name: str) -> dict[str, Any]:
     """Parsed `content/<name>.toml`.
 
-    Args:
-        name: File name without its ending.
-
     Returns:
         The table of the file.
     """

@@ -286,14 +286,7 @@ class Trainer:
 
 
 def export(model: Network, tokenizer: Tokenizer, plan: Plan, folder: Path) -> None:
-    """Write a Hugging Face checkpoint folder in bfloat16.
-
-    Args:
-        model: A network of `model_of`.
-        tokenizer: Its tokenizer.
-        plan: Its plan.
-        folder: Where to write; made if absent.
-    """
+    """Write a Hugging Face checkpoint folder in bfloat16."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 

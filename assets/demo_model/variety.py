@@ -65,11 +65,6 @@ def _parsed(text: str) -> Pattern:
 def filled(rng: random.Random, text: str, **slots: str) -> str:
     """One wording of a pattern.
 
-    Args:
-        rng: Source of the choices.
-        text: The pattern.
-        slots: Texts for `{name}` in it, put in last.
-
     Returns:
         The wording, single spaces between words.
     """
@@ -90,11 +85,6 @@ def topics_of(group: str) -> frozenset[str]:
 
 def draw(rng: random.Random, group: str, topic: str) -> str:
     """A question about a topic in drawn words, now and then with capitals and a question mark.
-
-    Args:
-        rng: Source of the choices.
-        group: `talk` or `program`.
-        topic: One of `topics_of(group)`.
 
     Returns:
         The question.

@@ -111,10 +111,6 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 def chat_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation as the chat template writes it, and which of them are the model's to say.
 
-    Args:
-        tokenizer: A tokenizer of `build`.
-        messages: Chat messages of role and content.
-
     Returns:
         Ids, and for each whether it belongs to an answer (with the end token).
     """

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from models.errors import CheckpointError, HubError
 from models.foreign import read_json
 from models.hub.transport import Head, Transport, without_login
-from models.plain_tokenizer import TOOL_TEMPLATE
+from models.plain_tokenizer import TOKENIZER_FILES
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}", re.ASCII)
@@ -72,21 +72,7 @@ def is_commit(revision: str) -> bool:
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SMALL_FILES = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    TOOL_TEMPLATE,
-)
+SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 """Files to download besides weights, if a repository has them."""
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
 _SHA1 = re.compile(r"[0-9a-f]{40}", re.ASCII)

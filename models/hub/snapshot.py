@@ -172,9 +172,6 @@ def pull_file(
     file: RemoteFile,
     progress: ProgressCallback,
     cancelled: Cancelled,
-    *,
-    endpoint: str | None = None,
-    cache_dir: Path | str | None = None,
     policy: Policy | None = None,
 ) -> Path:
     """Download one file into the Hugging Face cache unless it is there. Resumes earlier downloads.
@@ -187,8 +184,6 @@ def pull_file(
         file: The expected file.
         progress: Receives reports in bytes.
         cancelled: Called several times per second.
-        endpoint: Address of the hub; HF_ENDPOINT or huggingface.co if None.
-        cache_dir: The cache; HF_HUB_CACHE or HF_HOME/hub if None.
         policy: Timeouts and retries.
 
     Returns:
@@ -202,15 +197,14 @@ def pull_file(
     """
     from huggingface_hub import constants
 
-    if (found := cached_file(name, commit, file, cache_dir=cache_dir)) is not None:
+    if (found := cached_file(name, commit, file)) is not None:
         return found
     if constants.is_offline_mode():
         raise HubUnreachableError("HF_HUB_OFFLINE forbids access to the hub.")
-    address = constants.ENDPOINT if endpoint is None else endpoint
-    cache = RepositoryCache(cache_root(cache_dir), name)
+    cache = RepositoryCache(cache_root(None), name)
     tell = partial(note, progress)
-    tell(f"asking {address} for {name}")
-    with Transport(address, token_to_send(None), policy or Policy(), cancelled) as transport:
+    tell(f"asking {constants.ENDPOINT} for {name}")
+    with Transport(constants.ENDPOINT, token_to_send(None), policy or Policy(), cancelled) as transport:
         # Detects an unreachable hub at once; a download would retry for minutes.
         if file.name not in read_listing(name, commit, transport, tell).gguf:
             raise HubError(f"{name} has no file {file.name!r} at {commit[:12]}.")

@@ -12,7 +12,7 @@ import torch
 
 from models.errors import CheckpointError, QuantizationError
 from models.foreign import check_folder, panics_raised, read_json
-from models.plain_tokenizer import PLAIN_FILES, TOOL_TEMPLATE, chat_template, plain_tokenizer
+from models.plain_tokenizer import PLAIN_FILES, TOKENIZER_FILES, chat_template, plain_tokenizer
 from models.quantizers import SECOND_MOMENTS, SENSITIVITIES
 from models.spec import ModelSpec
 from models.store.durable import TEMPORARY, explained, private_folder, remove_folder
@@ -27,21 +27,6 @@ SECOND_MOMENT_TOKENS = 4096
 are no better (docs/decisions/models.md)."""
 EVALUATION_TOKENS = 1024
 """Maximum number of evaluation tokens."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    TOOL_TEMPLATE,
-)
-"""Files of a checkpoint that may belong to its tokenizer."""
 _DESCRIBING_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 LAST_TOKENIZER_FILE = "tokenizer_config.json"
 """Saved last, so that its existence shows that all are complete."""

@@ -17,7 +17,8 @@ from typing import Any
 from models.checkpoint_files import CheckpointFiles
 from models.errors import StoreError
 from models.foreign import read_json
-from models.quantize.text import EVALUATION_TOKENS, TOKENIZER_FILES, WINDOW, calibration_limit
+from models.plain_tokenizer import TOKENIZER_FILES
+from models.quantize.text import EVALUATION_TOKENS, WINDOW, calibration_limit
 from models.recipe import Recipe
 from models.store import layout
 from models.store.durable import private_folder, remove_folder, write_file

@@ -146,11 +146,6 @@ class Backend(Protocol[D]):
     def footprint(self, spec: ModelSpec, sizes: ModelSizes, *, compensated: bool) -> Footprint:
         """Memory use of a model.
 
-        Args:
-            spec: The architecture.
-            sizes: Sizes of its stored weights.
-            compensated: Whether error compensation will be used.
-
         Raises:
             BackendError: it cannot run a model of this architecture.
         """

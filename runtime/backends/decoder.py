@@ -267,9 +267,6 @@ class Decoder(Protocol):
     def hidden(self, step: Step) -> Float32Array:
         """Run one step without logits.
 
-        Args:
-            step: A step with empty `logit_rows`.
-
         Returns:
             The rows float32 [M, C] after the final norm; overwritten by the next step.
 
@@ -293,9 +290,6 @@ class Decoder(Protocol):
     def set_prompt_k_chunk(self, prompt_k_chunk: Mapping[str, int] | int) -> None:
         """Change the compensation of prompts, from the next step on. Weights and cache are kept.
 
-        Args:
-            prompt_k_chunk: As in `DecoderOptions`.
-
         Raises:
             RequestError: it is malformed, or compensation was requested for a model without residuals.
             OutOfMemoryError: the device does not have enough memory.
@@ -305,9 +299,6 @@ class Decoder(Protocol):
     def set_draft_k_chunk(self, draft_k_chunk: Mapping[str, int] | int) -> None:
         """Change the compensation of drafted tokens, from the next step on. Weights and cache are kept.
 
-        Args:
-            draft_k_chunk: As in `DecoderOptions`.
-
         Raises:
             RequestError: it is malformed, or compensation was requested for a model without residuals, or the backend
                 only drafts without compensation.
@@ -316,9 +307,6 @@ class Decoder(Protocol):
 
     def set_sensitive_layers(self, layers: Sequence[int]) -> None:
         """Change the layers whose pages drafts read as the target does, from the next step on. The cache is kept.
-
-        Args:
-            layers: As in `DecoderOptions`.
 
         Raises:
             RequestError: the model has no such layer.

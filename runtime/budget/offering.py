@@ -46,10 +46,6 @@ logger = logging.getLogger(__name__)
 def full_precision(model: StoredModel, text: str) -> float | None:
     """Perplexity of the full-precision model on the evaluation text, as measured when it was quantized.
 
-    Args:
-        model: The stored model.
-        text: The evaluation text.
-
     Returns:
         None if it was measured on another text, or not at all.
 

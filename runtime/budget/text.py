@@ -63,9 +63,6 @@ class TextLoss:
     def __call__(self, k_chunk: Mapping[str, int]) -> float:
         """Nats per token; the decoder's k_chunk is restored afterwards.
 
-        Args:
-            k_chunk: As in `DecoderOptions`.
-
         Raises:
             RequestError: the text is too short.
             Cancelled: `cancelled` said so.

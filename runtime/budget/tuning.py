@@ -160,13 +160,7 @@ def refine(
 
 
 def obstacle(runner: AnyBackend, model: StoredModel, context: int) -> Problem | None:
-    """The reason why a budget has no effect on a model; None if it has.
-
-    Args:
-        runner: Its backend.
-        model: The stored model.
-        context: Its context.
-    """
+    """The reason why a budget has no effect on a model; None if it has."""
     if model.recipe.kept:
         return Problem(
             what=f"{model.name} has the weights of its file, so there is nothing to compensate",

@@ -21,13 +21,7 @@ _WORTH_OPENING = 32
 
 
 class Conversations:
-    """The sequences in a decoder's slots. Not thread-safe: the engine calls it between steps.
-
-    Args:
-        cache: The decoder's cache.
-        slots: Slots of the decoder.
-        context: Tokens of a slot.
-    """
+    """The sequences in a decoder's slots. Not thread-safe: the engine calls it between steps."""
 
     def __init__(self, cache: KVCache, *, slots: int, context: int) -> None:
         self._cache, self._context = cache, context

@@ -107,12 +107,7 @@ class FixedGamma:
 
 
 class AdaptiveGamma:
-    """The draft length that is best by measured costs and acceptance.
-
-    Args:
-        costs: Step durations with a short context.
-        by_head: Whether the model's head drafts.
-    """
+    """The draft length that is best by measured costs and acceptance."""
 
     def __init__(self, costs: Costs, *, by_head: bool = False) -> None:
         self._costs = costs

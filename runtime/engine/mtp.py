@@ -45,11 +45,7 @@ class _Followed:
 
 
 class MtpDrafts:
-    """The drafts of all slots of a model.
-
-    Args:
-        block: The block (`runtime.backends.decoder.PredictsFurther`).
-    """
+    """The drafts of all slots of a model."""
 
     def __init__(self, block: Decoder) -> None:
         self._block = block

@@ -94,15 +94,7 @@ class About:
         recipe: Mapping[str, Any],
         prompts: Mapping[str, int] | int = 0,
     ) -> About:
-        """The identity of a cache's sequences.
-
-        Args:
-            cache: The cache.
-            spec: The model's architecture.
-            model: Content id of the model.
-            recipe: Its recipe.
-            prompts: How its prompts are compensated, as in `DecoderOptions.prompt_k_chunk`.
-        """
+        """The identity of a cache's sequences."""
         plain = json.loads(json.dumps({"recipe": dict(recipe), "spec": asdict(spec), "kind": asdict(cache.kind)}))
         return cls(
             model=model,
@@ -202,13 +194,7 @@ def read_header(path: Path) -> Header:
 
 
 def load(path: Path, about: About, cache: KVCache, slot: int) -> list[int]:
-    """Load a file into a slot, replacing the slot's contents.
-
-    Args:
-        path: The file.
-        about: What the cache belongs to.
-        cache: The cache, with room for the sequence.
-        slot: The slot; empty afterwards if loading fails.
+    """Load a file into a slot, replacing the slot's contents; it is empty afterwards if that fails.
 
     Returns:
         The sequence.
@@ -358,10 +344,6 @@ def forget(folder: Path, *, chat: str | None = None, model: str | None = None) -
 @contextlib.contextmanager
 def forgetting(folder: Path, models: Path) -> Iterator[None]:
     """Context manager that, on exit, deletes the saved caches of models that were deleted or replaced inside it.
-
-    Args:
-        folder: Where the saved caches are.
-        models: Folder of the stored models.
 
     Raises:
         SavedCacheError: the system refuses to delete one.

@@ -94,13 +94,7 @@ def run_alone(decoder: Decoder, work: Work[T]) -> T:
 
 
 class Request:
-    """A generation, and the rows that it needs next.
-
-    Args:
-        answer: Receives the tokens.
-        cancelled: Polled between steps, from any thread.
-        rounds: Creates the decoding loop of a slot.
-    """
+    """A generation, and the rows that it needs next; `cancelled` is polled between steps, from any thread."""
 
     def __init__(self, answer: Answer, cancelled: Callable[[], bool], rounds: Callable[[int], Rounds]) -> None:
         self.answer, self.run, self.cancelled = answer, answer.run, cancelled
@@ -172,12 +166,7 @@ attention, differently from many, and an answer must not depend on concurrent re
 
 
 class Scheduler:
-    """The requests of one decoder, which has a session as long as there are any. Not thread-safe.
-
-    Args:
-        decoder: The model.
-        conversations: The contents of its slots.
-    """
+    """The requests of one decoder, which has a session as long as there are any. Not thread-safe."""
 
     def __init__(self, decoder: Decoder, conversations: Conversations) -> None:
         self._decoder, self._conversations = decoder, conversations
@@ -237,12 +226,7 @@ class Scheduler:
         return self._rest()
 
     def pieces(self, request: Request, items: deque[Piece | Exception]) -> Iterator[Piece]:
-        """Queue a request and run steps until it ends. Close the generator.
-
-        Args:
-            request: The request.
-            items: Filled by the request's receiver.
-        """
+        """Queue a request and run steps until it ends; its receiver fills `items`. Close the generator."""
         try:
             self.add(request)
             while items or not request.answer.ended:

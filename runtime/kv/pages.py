@@ -103,10 +103,6 @@ class PageTable:
     def own(self, slot: int, index: int) -> tuple[int, int] | None:
         """Unshare a slot's page, so that it may be written.
 
-        Args:
-            slot: The slot.
-            index: Which of its pages.
-
         Returns:
             (old, new) if the page was shared: the slot now has `new`, and the caller copies `old` to it; None
             otherwise.

@@ -208,13 +208,6 @@ def cache_losses(
 
     Exact answers are those over the default cache while its window holds all tokens: one decoder gives both.
 
-    Args:
-        model: The stored model.
-        text: What it continues.
-        backend: As in `LoadOptions`.
-        progress: Receives reports.
-        cancelled: Polled between steps.
-
     Returns:
         Empty where the model's context is too short for any page.
 
@@ -297,12 +290,6 @@ def certify_budget(
     decoder: Decoder, model: StoredModel, budget_percent: float, cancelled: Callable[[], bool] = never_cancelled
 ) -> Certificate | None:
     """Add what a budget buys to a model's certificate.
-
-    Args:
-        decoder: The loaded model, tuned to the budget.
-        model: What was loaded.
-        budget_percent: The slowdown budget.
-        cancelled: Polled between steps.
 
     Returns:
         None where the model has no certificate, or its folder can't be written.

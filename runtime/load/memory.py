@@ -315,13 +315,7 @@ def layers_within(asked: int | None, spec: ModelSpec) -> int | None:
 
 
 def cache_facts(spec: ModelSpec, planned: MemoryPlan, rows: int = 128) -> dict[str, CacheFacts]:
-    """Sizes of every kind of cache for a model, given the memory that was free when it was planned.
-
-    Args:
-        spec: The architecture.
-        planned: Its memory plan.
-        rows: Most rows of one step.
-    """
+    """Sizes of every kind of cache for a model, given the memory that was free when it was planned."""
     if planned.layers_on_device is not None and planned.rest is not None:
         seam = planned.layers_on_device
         parts = (

@@ -174,12 +174,6 @@ def open_engine(
 ) -> Engine:
     """Load a model with its tokenizer, ready to answer.
 
-    Args:
-        model: The stored model.
-        options: How to run it.
-        backend_name: As in `open_decoder`.
-        progress: As in `open_decoder`.
-
     Returns:
         The engine; its `reason` explains the choice of the backend.
 

@@ -58,12 +58,7 @@ class Room:
 
 
 def room_of(report: DeviceReport, status: Status) -> Room:
-    """Describe this machine. Memory of the loaded model counts as free, since it would be unloaded.
-
-    Args:
-        report: The device report.
-        status: The runtime's status.
-    """
+    """Describe this machine. Memory of the loaded model counts as free, since it would be unloaded."""
     machine, held = report.machine, (status.weight_bytes or 0) + (status.kv_bytes or 0)
     gpu: Mapping[str, Any] = machine.get("gpu") or {}
     free: int | None = gpu.get("memory_free_bytes") if gpu.get("vendor", "nvidia") == "nvidia" else None
@@ -222,11 +217,7 @@ def link_gb_s() -> float | None:
 
 
 class MachineInspector:
-    """Inspects this machine. Thread-safe.
-
-    Args:
-        folder: Folder where the measured bandwidth is stored.
-    """
+    """Inspects this machine. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

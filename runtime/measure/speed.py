@@ -129,7 +129,6 @@ def measure_at(
     *,
     tokens: int,
     decode_tokens: int,
-    seed: int = 0,
     progress: ProgressCallback = ignore_progress,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> SpeedAt:
@@ -139,7 +138,6 @@ def measure_at(
         decoder: A loaded model; slot 0 is overwritten.
         tokens: Tokens in the cache, at least 1; see `fill`.
         decode_tokens: Tokens to decode, at least 1.
-        seed: Seed of the random tokens.
         progress: Called with a report for every step.
         cancelled: Polled before every step.
 
@@ -154,7 +152,7 @@ def measure_at(
     warm = min(_WARM_STEPS, decoder.options.context - tokens - decode_tokens)
     runner, kind = _Runner(decoder, progress, cancelled, warm + decode_tokens), KINDS[decoder.options.kv]
     with decoder.session():
-        first = fill(decoder, tokens, seed, cancelled)
+        first = fill(decoder, tokens, cancelled=cancelled)
         held = decoder.cache.slot_bytes(0)
         steps = runner.decode(first, tokens, warm + decode_tokens)[warm:]  # a state cannot go back to the first
     return SpeedAt(

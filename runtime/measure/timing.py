@@ -61,10 +61,6 @@ class DecodeTimer:
 
         Restores the decoder's k_chunk afterwards.
 
-        Args:
-            k_chunk: As in `DecoderOptions`.
-            n_tb: As in `DecoderOptions`.
-
         Raises:
             RequestError: k_chunk is invalid.
             Cancelled: `cancelled` said so.

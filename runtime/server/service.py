@@ -256,9 +256,6 @@ class Service:
 
         Data of an answer in progress is deleted when it ends.
 
-        Args:
-            chat: The client's name of the conversation; None: all.
-
         Returns:
             The deleted files.
 

@@ -21,12 +21,7 @@ _FILE = Path(__file__).absolute()
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this program, like `python -m`.
-
-    Args:
-        module: Dotted name.
-        arguments: Its `sys.argv[1:]`.
-    """
+    """The command that runs a module of this program, like `python -m`."""
     return [sys.executable, "-P", str(_FILE), module, *arguments]
 
 

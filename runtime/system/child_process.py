@@ -47,12 +47,7 @@ def most_files() -> int | None:
 
 
 class ChildProcess:
-    """Runs a module; started when first needed, and again after it ended. For one thread at a time, except `kill`.
-
-    Args:
-        module: Dotted name; see `child_command`.
-        arguments: Its arguments.
-    """
+    """Runs a module; started when first needed, and again after it ended. For one thread at a time, except `kill`."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._command = child_command(module, *arguments)
@@ -70,9 +65,6 @@ class ChildProcess:
 
     def lines(self, request: bytes) -> Iterator[bytes]:
         """Send a request, and return the lines of its answer. They end when the process does.
-
-        Args:
-            request: One line, without its end.
 
         Raises:
             OSError: it can't be started.

@@ -21,9 +21,6 @@ def release_code(library: str) -> None:
     """Leave a library's machine code to the system's cache of its file; pages come back when they run again.
 
     Only executable mappings are released, which nothing writes to. Elsewhere than on Linux this does nothing.
-
-    Args:
-        library: The beginning of the file's name.
     """
     if not _MAPS.is_file():
         return

@@ -34,12 +34,7 @@ Begin = Callable[[Grammar], Constraint]
 
 
 class Closers:
-    """The tokens that close a call, found out when they are first needed.
-
-    Args:
-        tokenizer: The model's.
-        ends: Tokens that end an answer.
-    """
+    """The tokens that close a call, found out when they are first needed."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends

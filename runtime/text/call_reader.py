@@ -144,7 +144,7 @@ class CallReader:
         """Text up to the next tag or marker, or the call that begins with one; None if more input is needed."""
         marks = [(place, mark) for mark in (OPEN, *MARKS) if (place := self._held.find(mark)) >= 0]
         if not marks:
-            sure = len(self._held) if last else len(self._held) - _overlap(self._held, (OPEN, *MARKS))
+            sure = len(self._held) if last else len(self._held) - _overlap(self._held)
             return [self._cut(sure)] if sure else None
         place, mark = min(marks)
         if self._held[:place].strip():
@@ -249,9 +249,8 @@ def _call(data: Any) -> ToolCall | None:
     return ToolCall(name=data["name"], arguments=json.dumps(arguments, ensure_ascii=False))
 
 
-def _overlap(text: str, marks: Sequence[str]) -> int:
+def _overlap(text: str) -> int:
     """Length of the text's longest suffix that may be the beginning of a marker."""
+    marks = (OPEN, *MARKS)
     longest = max(map(len, marks)) - 1
-    return next(
-        (n for n in range(min(longest, len(text)), 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
-    )
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)

@@ -218,13 +218,7 @@ class Constraints:
     """Makes the constraints of a model's answers."""
 
     def __init__(self, tokenizer: HasJson, *, vocab_size: int, eos: Collection[int]) -> None:
-        """Create lazily: nothing is read before the first constraint.
-
-        Args:
-            tokenizer: The model's.
-            vocab_size: Width of the logits.
-            eos: Tokens that end an answer.
-        """
+        """Create lazily: nothing is read before the first constraint."""
         self._source, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos)
 
     @cached_property

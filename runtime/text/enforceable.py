@@ -235,12 +235,7 @@ class _Closing:
 
 
 def inside(node: Mapping[str, Any], change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """A schema with every schema directly inside it changed.
-
-    Args:
-        node: The schema.
-        change: Takes a schema and its place.
-    """
+    """A schema with every schema directly inside it changed."""
     changed = dict(node)
     for key in _ONE:
         if isinstance(changed.get(key), dict):

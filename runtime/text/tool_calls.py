@@ -256,10 +256,6 @@ def _resolved(own: Any, kind: Mapping[str, Any]) -> Any:
 def written_call(text: str, tools: Mapping[str, Tool]) -> ToolCall | None:
     """The call that a text between the tags of a call is.
 
-    Args:
-        text: The text.
-        tools: The tools by name.
-
     Returns:
         The call; None if the text is in neither form, is not complete, or names none of the tools.
     """

@@ -73,13 +73,13 @@ class Product:
         self._control = aligned_zeros((CONTROL_WORDS,), np.int64)
         step = parameters_of(self._control)
         step["rows"] = rows
-        books = _address(self._codebooks) if codebook else 0
+        books, form = (_address(self._codebooks), op.CODEBOOK) if codebook else (0, op.UNIFORM)
         program = aligned_zeros((copies, op.WIDTH), np.int64)
         x = op.Quantized(*map(_address, (self._x, *self._x_scales, self._x_sums)))
         out = op.Matrix(_address(self._out), self._out.strides[0])
         sizes = (bits, N // 16, blocks, groups, GROUP_BLOCKS)
         for words, codes in zip(program, self._codes, strict=True):
-            of = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes, 0)
+            of = op.Weights(_address(codes), _address(self._scales), _address(self._zeros), books, *sizes, 0, form)
             op.write(words, op.Linear(of, x, False, out, bias=0, accumulate=False))
         link(program, default_threads())
         self._scratch = aligned_zeros((default_threads(), padded(most_scratch(program), 64)), np.uint8)

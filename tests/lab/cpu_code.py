@@ -65,14 +65,7 @@ print(json.dumps({name: compiler.machine_code(getattr(products, name).function, 
 
 
 def assembly(variant: str, triple: str, cpu: str, features: str = "") -> dict[str, str]:
-    """Assembly of `UNITS` by their names.
-
-    Args:
-        variant: Of the kernels.
-        triple: LLVM's name of the system.
-        cpu: LLVM's name of the processor.
-        features: Further features, as LLVM writes them.
-    """
+    """Assembly of `UNITS` by their names."""
     asked = json.dumps([variant, triple, cpu, features, list(UNITS.values())])
     settings = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_OPT": "0"}
     done = subprocess.run(

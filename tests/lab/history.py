@@ -41,11 +41,6 @@ def vocabulary() -> list[str]:
 def fill(history: History, chats: int, turns: int) -> list[str]:
     """Keep chats of random words.
 
-    Args:
-        history: Where.
-        chats: How many.
-        turns: Messages of each.
-
     Returns:
         Their ids.
     """

@@ -360,12 +360,7 @@ def drafted(make: Callable[[Entries], str]) -> Callable[[Found], str]:
 
 
 def plain(*fields: str, keep: Callable[[Found], object] = lambda row: True) -> Callable[[Any], str]:
-    """A table of some fields of the rows: `name`, or `name:heading:format`, `%` of which multiplies by 100.
-
-    Args:
-        fields: The columns.
-        keep: Which rows.
-    """
+    """A table of some fields of the rows: `name`, or `name:heading:format`, `%` of which multiplies by 100."""
 
     def cell(row: Found, field: str) -> str:
         name, _, shown = [*field.split(":"), "", ""][:3]

@@ -74,12 +74,7 @@ def tools(tokens: int) -> list[Any]:
 
 
 class Agent:
-    """A client with tools.
-
-    Args:
-        model: The model's name.
-        tokens: Tokens of its tools.
-    """
+    """A client with tools."""
 
     def __init__(self, model: str, tokens: int) -> None:
         self._model, self._tools = model, tools(tokens)

@@ -174,12 +174,7 @@ def numbers(result: EvalResult) -> dict[str, Any]:
 
 
 class Laboratory:
-    """Measures a real model.
-
-    Args:
-        case: The model.
-        entries: What is known already, and where numbers go.
-    """
+    """Measures a real model."""
 
     def __init__(self, case: Case, entries: Entries) -> None:
         self.case, self.entries, self.tell = case, entries, teller()

@@ -157,11 +157,7 @@ TASKS = {"pass-key": pass_keys, "retrieval": retrieval, **SHORT}
 
 
 class Tasks:
-    """Measures SmolLM2.
-
-    Args:
-        laboratory: Has its models, and where numbers go.
-    """
+    """Measures SmolLM2."""
 
     def __init__(self, laboratory: Laboratory) -> None:
         self.laboratory, self.entries, self.tell = laboratory, laboratory.entries, laboratory.tell

@@ -10,12 +10,7 @@ from models.store import StoredModel
 
 
 class Restored:
-    """A source of weights (`models.oracle.Weights`).
-
-    Args:
-        model: The stored model.
-        residuals: Whether all residuals are added.
-    """
+    """A source of weights (`models.oracle.Weights`)."""
 
     def __init__(self, model: StoredModel, residuals: bool) -> None:
         self.model, self.residuals, self.spec = model, residuals, model.spec

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from models.mtp import mtp_spec
 from models.packed import KeyStatistics, PackedLinear, PackedResidual
@@ -282,27 +280,3 @@ def make_model(
         block = make_model(mtp_spec(spec), group_size=group_size, residual_bits=0, seed=seed + 1)
         model.mtp = replace(block, table=table, linears=block.linears | {"head": linears["head"]})
     return model
-
-
-@pytest.fixture(scope="session")
-def tiny_spec() -> Callable[..., ModelSpec]:
-    """`make_spec`: a small ModelSpec, any field changed by keyword."""
-    return make_spec
-
-
-@pytest.fixture(scope="session")
-def tiny_model() -> Callable[..., TinyModel]:
-    """`make_model`: a stand-in for a stored model, random weights of a spec packed at `bits`."""
-    return make_model
-
-
-@pytest.fixture(scope="session")
-def packed_linear() -> Callable[..., PackedLinear]:
-    """`pack_linear`: one weight [N, K] packed with residuals."""
-    return pack_linear
-
-
-@pytest.fixture(scope="session")
-def packed_codebook_linear() -> Callable[..., PackedLinear]:
-    """`pack_codebook_linear`: one weight [N, K] packed with a codebook for each row, and residuals."""
-    return pack_codebook_linear

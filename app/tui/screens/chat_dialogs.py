@@ -139,13 +139,7 @@ class OverflowDialog(UnaskedDialog[Overflow]):
 
 
 def ask_for_chat_settings(app: App[object], session: Session, changed: Callable[[], None]) -> None:
-    """Ask for the settings of the chat on screen.
-
-    Args:
-        app: shows the dialog.
-        session: has the chat.
-        changed: called after a change.
-    """
+    """Ask for the settings of the chat on screen."""
     conversation = session.conversation
 
     def take(found: Mapping[str, Value] | None) -> None:
@@ -188,12 +182,6 @@ class AttachDialog(FormDialog[Attachment]):
     """Asks for a file or folder, or for a source that is no longer to be searched."""
 
     def __init__(self, sources: Sequence[Source], folder: Path) -> None:
-        """Make the dialog.
-
-        Args:
-            sources: What the chat searches.
-            folder: Where to begin.
-        """
         super().__init__()
         self._sources = list(sources)
         self._folder = folder

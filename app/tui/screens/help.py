@@ -43,11 +43,6 @@ class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q", "dismiss", _("close"), id="help.close")]
 
     def __init__(self, *, commands: bool = False) -> None:
-        """Make the list.
-
-        Args:
-            commands: Whether it begins with the commands.
-        """
         super().__init__()
         self._commands = commands
 

@@ -61,12 +61,6 @@ class InspectorScreen(Screen[None]):
     ]
 
     def __init__(self, session: Session, answer: Message) -> None:
-        """Make the screen.
-
-        Args:
-            session: the session.
-            answer: a message of the conversation on screen.
-        """
         super().__init__()
         self._session, self._answer = session, answer
         self._told: Inspection | None = None

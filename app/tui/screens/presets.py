@@ -31,13 +31,6 @@ class PresetDialog(FormDialog[Preset]):
     """Asks for the name and text of a preset."""
 
     def __init__(self, name: str = "", text: str = "", taken: Collection[str] = ()) -> None:
-        """Make the dialog.
-
-        Args:
-            name: its current or suggested name.
-            text: its current text.
-            taken: names of the other presets.
-        """
         super().__init__()
         self._named, self._text, self._taken = name, text, taken
 
@@ -210,13 +203,7 @@ class PresetsDialog(ModalScreen[Preset]):
 
 
 def ask_for_chat_preset(app: App[object], session: Session, changed: Callable[[], None]) -> None:
-    """Ask for a preset for the chat on screen.
-
-    Args:
-        app: shows the dialog.
-        session: has the chat.
-        changed: called after a change.
-    """
+    """Ask for a preset for the chat on screen."""
     conversation = session.conversation
 
     def take(found: Preset | None) -> None:

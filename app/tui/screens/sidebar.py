@@ -282,10 +282,12 @@ def grouped_by_day(chats: Sequence[Chat], now: datetime | None = None) -> Iterat
         yield words, list(group)
 
 
-def matched(found: Found, width: int | None = None, style: str = "bold underline") -> Text:
+def matched(found: Found, width: int | None = None) -> Text:
     """The text around a match, with what matches emphasized; as much of it around the first match as fits."""
     pieces = [printable(piece) for piece in found.pieces]
-    text = Text.assemble(*((piece, style if at % 2 else "") for at, piece in enumerate(pieces)), no_wrap=True)
+    text = Text.assemble(
+        *((piece, "bold underline" if at % 2 else "") for at, piece in enumerate(pieces)), no_wrap=True
+    )
     if width is None or text.cell_len <= width:
         return text
     before = max(0, len(pieces[0]) - width // 3)

@@ -49,11 +49,6 @@ class Composer(TextArea):
     ]
 
     def __init__(self, suggest: Callable[[str], Awaitable[Sequence[Suggestion]]]) -> None:
-        """Make a composer.
-
-        Args:
-            suggest: What the text before the cursor may become.
-        """
         super().__init__(
             id="composer",
             soft_wrap=True,

@@ -280,11 +280,7 @@ class FlatBlock(MarkdownBlock):
         return self._inline
 
     def flow(self, width: int) -> Content:
-        """All lines as one text, cut where even the minimum is too wide.
-
-        Args:
-            width: width of a line in cells.
-        """
+        """All lines as one text, cut where even the minimum is too wide."""
         if self._flowed is None or self._flowed[0] != width:
             lines = (
                 line.truncate(width, ellipsis=True) if line.cell_length > width else line for line in self._lines(width)
@@ -311,11 +307,7 @@ class Items:
     """What each item holds, paragraphs and lists."""
 
     def symbols(self, depth: int) -> list[str]:
-        """The bullet or number of each item.
-
-        Args:
-            depth: number of bullet lists around this one.
-        """
+        """The bullet or number of each item."""
         if self.start is None:
             return [Markdown.BULLETS[depth % len(Markdown.BULLETS)]] * len(self.items)
         numbers = [f"{number}. " for number in range(self.start, self.start + len(self.items))]

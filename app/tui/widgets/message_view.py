@@ -94,12 +94,6 @@ class MessageView(Vertical, can_focus=True):
     ]
 
     def __init__(self, message: Message, inspects: Callable[[], bool]) -> None:
-        """Make a view.
-
-        Args:
-            message: the message.
-            inspects: whether the tokens of answers can be inspected.
-        """
         super().__init__(classes=message.role)
         self._inspects = inspects
         self.message = message

@@ -27,12 +27,6 @@ class Transcript(VerticalScroll):
     """A scrolling list of messages that follows its end until the user scrolls away."""
 
     def __init__(self, conversation: Callable[[], Conversation], inspects: Callable[[], bool]) -> None:
-        """Make an empty transcript.
-
-        Args:
-            conversation: returns the conversation whose path is shown.
-            inspects: whether the tokens of answers can be inspected.
-        """
         super().__init__(id="transcript")
         self._conversation, self._inspects = conversation, inspects
         self._greeting = WELCOME

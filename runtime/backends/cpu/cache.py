@@ -179,13 +179,7 @@ class CpuStore:
 
 
 class CpuCache(BackendCache[CpuStore]):
-    """The KV cache of the CPU backend.
-
-    Args:
-        spec: The model.
-        options: Uses `kv`, `slots`, `context`, `pages` and `max_rows`.
-        threads: Threads that share attention.
-    """
+    """The KV cache of the CPU backend."""
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, threads: int) -> None:
         kind = KINDS[options.kv]

@@ -244,11 +244,7 @@ class Table:
 
 
 class ExpertTables:
-    """The tables of a model.
-
-    Args:
-        constants: The matrices, repacked.
-    """
+    """The tables of a model."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
@@ -265,7 +261,7 @@ class ExpertTables:
         first = self._constants.linear(names[0])
         tiled = self._constants.tiled(first)
         shape = (tiled.bits, tiled.tiles, tiled.blocks, tiled.groups, tiled.group_blocks)
-        sizes = op.ExpertSizes(*shape, tiled.weights.minimums, trellis=tiled.trellis)
+        sizes = op.ExpertSizes(*shape, tiled.form)
         if k_chunk or shared:
             of = self._constants.scaled(first)
             sizes = sizes._replace(residual_bits=of.bits, stride=of.stride, rows=of.rows)

@@ -20,6 +20,7 @@ from runtime.backends.cpu.data.records import PARTS_OF_WEIGHTS, tiles_of_line
 from runtime.backends.cpu.machine.build import build
 from runtime.backends.cpu.machine.unit import Unit
 from runtime.backends.cpu.scratch import scratch_of
+from runtime.backends.cpu.tiles import matrix_form
 from runtime.kv.kinds import CacheKind
 
 _ALONE_BYTES = 16 << 10
@@ -39,10 +40,6 @@ _DOT = 16
 
 def parts_of(instruction: op.Instruction, threads: int) -> tuple[int, int]:
     """The number of parts of an instruction.
-
-    Args:
-        instruction: The instruction.
-        threads: Threads that share it.
 
     Returns:
         Parts in a step of one row, and in one of several rows, as in `Header`.
@@ -110,21 +107,13 @@ def _product(weights: op.Weights, threads: int) -> tuple[int, int]:
 
 
 def paging_units(kind: CacheKind) -> list[Unit]:
-    """Units that a cache with windows needs from its first page on, so not for a short answer.
-
-    Args:
-        kind: The kind of cache.
-    """
+    """Units that a cache with windows needs from its first page on, so not for a short answer."""
     attended = units.page_unit(form_of(kind), kind.rank)
     return [units.flush_unit(kind.rank), *([attended] if attended else []), units.restore] if kind.windowed else []
 
 
 def needed(kind: CacheKind) -> list[Unit]:
-    """Units needed by every model with a kind of cache, except `paging_units` and those of its products.
-
-    Args:
-        kind: The kind of cache.
-    """
+    """Units needed by every model with a kind of cache, except `paging_units` and those of its products."""
     form = form_of(kind)
     paged = None if kind.windowed else units.page_unit(form, kind.rank)
     heads = units.heads_unit(form, int(kind.windowed))
@@ -139,11 +128,7 @@ def needed(kind: CacheKind) -> list[Unit]:
 
 
 def state_units(spec: ModelSpec) -> list[Unit]:
-    """Units of layers with a state.
-
-    Args:
-        spec: The model.
-    """
+    """Units of layers with a state."""
     if not spec.state_layers:
         return []
     return [units.convolve] if spec.delta is None else [*units.DELTA.values()]
@@ -168,41 +153,24 @@ def units_of(model: Weights, kind: CacheKind, *, compensated: bool) -> list[Unit
         if expert_of(name) is not None:
             continue
         linear = model.linear(name)
-        found |= {own[linear.bits] for own in _stored(linear) if linear.bits in own}
+        found |= _stored(linear, units.PRODUCTS)
         if compensated and linear.residual is not None:
             found |= {units.COMPENSATE[linear.residual.bits], units.SELECT[op.SELECT_APPROX]}
     return sorted(found, key=lambda unit: unit.name)
 
 
-def _stored(linear: PackedLinear) -> tuple[Mapping[int, Unit], ...]:
-    """Units of a matrix by its bits: its product, and its repacking if it needs any."""
-    if linear.trellis:
-        return (units.TRELLIS,)
-    if linear.per_token:
-        return units.W4A8, units.REPACK_UNIFORM
-    if linear.codebook is not None:
-        return units.CODEBOOK, units.REPACK_CODEBOOK
-    return units.BY_FORM[matrix_form(linear)], units.REPACK_UNIFORM
-
-
-def matrix_form(linear: PackedLinear) -> int:
-    """The form of a matrix without codebooks (`Weights.minimums`)."""
-    if linear.floats:
-        return op.FLOATS
-    if linear.floats_8:
-        return op.FLOATS_8
-    if linear.minimums is None:
-        return op.NO_MINIMUMS
-    return op.MINIMUMS if linear.group_minimums is None else op.TWO_LEVELS
+def _stored(linear: PackedLinear, products: Mapping[int, Mapping[int, Unit]]) -> set[Unit]:
+    """Units of a matrix: its product, of those by form and bits, and its repacking if it needs any."""
+    form = matrix_form(linear)
+    repack = units.REPACK_CODEBOOK if form == op.CODEBOOK else {} if form == op.TRELLIS else units.REPACK_UNIFORM
+    return {own[linear.bits] for own in (products[form], repack) if linear.bits in own}
 
 
 def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
     """Units that the experts of a model need."""
     found = {*units.ROUTING.values()}
     for linear in map(model.linear, (name for name in model.spec.linear_names() if expert_of(name) == 0)):
-        own, repack = units.EXPERTS[matrix_form(linear)], units.REPACK_UNIFORM
-        stored = (units.TRELLIS_EXPERTS,) if linear.trellis else (own, repack)
-        found |= {own[linear.bits] for own in stored if linear.bits in own}
+        found |= _stored(linear, units.EXPERTS)
         if compensated and linear.residual is not None:
             bits = linear.residual.bits
             found |= {units.COMPENSATE[bits], units.SHARE_EXPERTS[bits], units.SELECT[op.SELECT_APPROX]}
@@ -210,11 +178,7 @@ def _for_experts(model: Weights, *, compensated: bool) -> set[Unit]:
 
 
 def prompt_units(model: Weights) -> list[Unit]:
-    """Units that compensate prompts, which a first answer does without.
-
-    Args:
-        model: The stored model.
-    """
+    """Units that compensate prompts, which a first answer does without."""
     found: set[Unit] = set()
     for linear in (model.linear(name) for name in model.spec.linear_names() if expert_of(name) is None):
         if linear.residual is None:
@@ -292,8 +256,7 @@ def _units(instruction: op.Instruction) -> tuple[Unit, Unit | None]:
             return units.multiply_panel, units.PANEL[residual.bits]
         case op.Experts(sizes=sizes, total=total, kept=shared):
             inner = units.SHARE_EXPERTS if shared else units.COMPENSATE
-            products = units.TRELLIS_EXPERTS if sizes.trellis else units.EXPERTS[sizes.minimums]
-            return products[sizes.bits], inner[sizes.residual_bits] if shared or total else None
+            return units.EXPERTS[sizes.form][sizes.bits], inner[sizes.residual_bits] if shared or total else None
         case op.Score() | op.Route() | op.Spread() | op.GateExperts():
             return units.ROUTING[type(instruction)], None
         case op.Select(mode=mode, measure=measure):

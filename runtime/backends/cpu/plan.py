@@ -255,7 +255,7 @@ class PlanOperations(Interpreter[Activations]):
         values = self._prepare(x, first)
         routes = self._route(values, layer, mixture) if read is None else read
         slots = slots_of(self._rows, mixture)
-        most, rotated = max(self._spec.hidden_size, mixture.width), gate_up.sizes.trellis
+        most, rotated = max(self._spec.hidden_size, mixture.width), gate_up.sizes.form == op.TRELLIS
         rounded = plain = self._rounded("expert ", slots, most)
         if rotated and gate_up.shared:
             plain = self._rounded("plain expert ", slots, most)
@@ -609,7 +609,7 @@ class PlanOperations(Interpreter[Activations]):
             rounded=rounded if per_token else rounded._replace(sums=0),
             group_blocks=tiled.group_blocks,
             per_token=per_token,
-            rotated=tiled.trellis,
+            rotated=tiled.form == op.TRELLIS,
         )
         if node.kind == "attend":
             heads, gates = (
@@ -705,7 +705,7 @@ class PlanOperations(Interpreter[Activations]):
         x = plain = self._rounded()
         if whole is not None and shared < CHUNK:
             plain = self._picked(values, packed, tiled, shared)
-        elif tiled.trellis and shared:
+        elif tiled.form == op.TRELLIS and shared:
             plain = self._unrotated(values, tiled)
         linear = op.Linear(
             weights=tiled.weights,

@@ -37,7 +37,7 @@ def scratch_of(instruction: op.Instruction) -> int:
         case op.Panel():
             return _panel_scratch(instruction)
         case op.Experts(sizes=sizes, total=total):
-            entries = entries_bytes(sizes.blocks) if sizes.trellis else 0
+            entries = entries_bytes(sizes.blocks) if sizes.form == op.TRELLIS else 0
             return TILE_BYTES + max(NOTE_BYTES if total else 64 * SUMS, TILE_BYTES, entries)
         case op.Route(experts=experts):
             return 16 * experts
@@ -64,7 +64,7 @@ def recur_scratch(rows: int, key_dim: int) -> int:
 def _linear_scratch(linear: op.Linear) -> int:
     """Bytes of scratch per thread for the instruction."""
     weights = linear.weights
-    entries = entries_bytes(weights.blocks) if weights.codebooks or weights.group_scales or weights.trellis else 0
+    entries = entries_bytes(weights.blocks) if weights.form in (op.CODEBOOK, op.TRELLIS, op.PER_TOKEN) else 0
     sums = NOTE_BYTES if linear.total else 64 * SUMS if linear.kept else 0
     return TILE_BYTES + max(entries, sums, TILE_BYTES if linear.whole.codes else 0)
 

@@ -58,21 +58,23 @@ from models.packed import PackedLinear, PackedResidual
 from models.packing import unpack
 from runtime.backends.cpu.data.instructions import (
     BYTE,
+    CODEBOOK,
     FIVE,
     FLOATS,
     FLOATS_8,
     MINIMUMS,
-    NO_MINIMUMS,
+    PER_TOKEN,
     SIX,
+    TRELLIS,
     TWO_LEVELS,
+    UNIFORM,
     WHOLE_BITS,
     Weights,
     Whole,
 )
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, LANES, LINE, padded
 from runtime.backends.cpu.machine import isa
-from runtime.backends.cpu.units import REPACK_CODEBOOK, REPACK_UNIFORM, TRELLIS, UNIFORM
-from runtime.backends.cpu.units import TWO_LEVELS as TWO_LEVEL_UNITS
+from runtime.backends.cpu.units import PRODUCTS, REPACK_CODEBOOK, REPACK_UNIFORM
 
 _REGION_BYTES = 32 << 20
 
@@ -135,8 +137,8 @@ class TiledLinear:
     group_scales: npt.NDArray[np.uint8] | None
     """uint8 [tiles, G, 16]; None where the matrix is not multiplied in whole numbers."""
 
-    trellis: bool = False
-    """Whether codes are streams of a trellis; `zeros` are then a line of them."""
+    form: int = UNIFORM
+    """As of `Weights`; of a trellis, `zeros` are a line of them."""
 
     @property
     def weights(self) -> Weights:
@@ -145,10 +147,7 @@ class TiledLinear:
         codes, scales, zeros, codebooks = (0 if part is None else int(part.ctypes.data) for part in parts)
         sizes = (self.bits, self.tiles, self.blocks, self.groups, self.group_blocks)
         group_scales = 0 if self.group_scales is None else int(self.group_scales.ctypes.data)
-        kind = None if self.zeros is None else self.zeros.dtype.char
-        form = {"e": MINIMUMS, "b": TWO_LEVELS}.get(kind or "", NO_MINIMUMS)
-        form = {"B": FLOATS, "f": FLOATS_8}.get(self.scales.dtype.char, form)
-        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales, trellis=self.trellis, minimums=form)
+        return Weights(codes, scales, zeros, codebooks, *sizes, group_scales, self.form)
 
     @property
     def whole(self) -> Whole:
@@ -206,6 +205,17 @@ def _tiled_codebooks(codebook: npt.NDArray[np.int8], tiles: int, arena: Arena) -
     return out
 
 
+def matrix_form(linear: PackedLinear) -> int:
+    """The form of a stored matrix, as of `Weights`."""
+    if linear.minimums is not None:
+        return MINIMUMS if linear.group_minimums is None else TWO_LEVELS
+    if linear.floats or linear.floats_8:
+        return FLOATS if linear.floats else FLOATS_8
+    if linear.trellis or linear.per_token:
+        return TRELLIS if linear.trellis else PER_TOKEN
+    return UNIFORM if linear.codebook is None else CODEBOOK
+
+
 def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     """Repack a matrix.
 
@@ -216,39 +226,38 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     Raises:
         ValueError: other bits or group size.
     """
-    two_levels = linear.group_minimums is not None
-    read = TRELLIS if linear.trellis else TWO_LEVEL_UNITS if two_levels else UNIFORM
+    form, read = matrix_form(linear), PRODUCTS[matrix_form(linear)]
     if linear.bits not in read:
         raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(read)}")
-    if linear.group_size % BLOCK and not (two_levels and linear.bits == SIX):
+    if linear.group_size % BLOCK and not (form == TWO_LEVELS and linear.bits == SIX):
         raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
     N, K = linear.shape
     tiles, blocks = padded(N, LANES) // LANES, padded(K, BLOCK) // BLOCK
     codes = arena.zeros((tiles, blocks, BLOCK_BYTES[linear.bits]), np.uint8)
     words = np.ascontiguousarray(linear.codes)
-    if linear.trellis or linear.bits == BYTE:
+    if form == TRELLIS or linear.bits == BYTE:
         lanes = np.zeros((tiles * LANES, words.shape[1]), np.int32)
         lanes[:N] = words
-        by_words = isa.VBMI or not linear.trellis
+        by_words = isa.VBMI or form != TRELLIS
         octets = lanes.view(np.uint8).reshape(
             tiles, LANES, blocks, *((linear.bits, 4) if by_words else (4, linear.bits))
         )
         codes[:] = octets.transpose((0, 2, 3, 1, 4) if by_words else (0, 2, 4, 1, 3)).reshape(codes.shape)
-        if linear.bits == BYTE and not linear.floats_8 and not isa.ENTRY_OFFSET:
+        if linear.bits == BYTE and form != FLOATS_8 and not isa.ENTRY_OFFSET:
             codes ^= 128
     elif linear.bits in (FIVE, SIX):
         _planes(words, linear.bits, codes)
     else:
-        repack = (REPACK_UNIFORM if linear.codebook is None else REPACK_CODEBOOK)[linear.bits]
+        repack = (REPACK_CODEBOOK if form == CODEBOOK else REPACK_UNIFORM)[linear.bits]
         repack(int(words.ctypes.data), N, int(codes.ctypes.data), tiles, blocks)
     zeros, group_scales = linear.zeros, linear.group_scales
-    if linear.per_token:
+    if form == PER_TOKEN:
         assert zeros is not None
         group_scales = np.ones_like(zeros) if group_scales is None else group_scales
         zeros = zeros * group_scales  # at most 15 * 16
-    line = arena.zeros((LINE,), np.uint8) if linear.trellis else None
+    line = arena.zeros((LINE,), np.uint8) if form == TRELLIS else None
     offsets: npt.NDArray[Any] | None = zeros if linear.minimums is None else -linear.minimums
-    if two_levels:
+    if form == TWO_LEVELS:
         group_scales = None
         scales, levels = _tiled_levels(linear, tiles, arena)
     else:
@@ -265,7 +274,7 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
         zeros=levels,
         codebooks=None if linear.codebook is None else _tiled_codebooks(np.asarray(linear.codebook), tiles, arena),
         group_scales=None if group_scales is None else _tiled_rows(np.asarray(group_scales), tiles, arena),
-        trellis=linear.trellis,
+        form=form,
     )
 
 

@@ -115,9 +115,6 @@ class ReferenceDecoder:
     def forward(self, step: Step) -> Float32Array:
         """Run one step.
 
-        Args:
-            step: Rows to run.
-
         Returns:
             See `runtime.backends.decoder.Decoder.forward`.
 

@@ -13,13 +13,7 @@ from runtime.kv.stores import Int32Array
 
 
 class StateMixers:
-    """The mixers of all layers with a state.
-
-    Args:
-        spec: The model.
-        vectors: Its vectors, by name.
-        states: What they remember.
-    """
+    """The mixers of all layers with a state."""
 
     def __init__(self, spec: ModelSpec, vectors: Mapping[str, torch.Tensor], states: States) -> None:
         self._spec, self._vectors, self._states = spec, vectors, states

@@ -115,11 +115,7 @@ class GpuCache(BackendCache[GpuStore]):
 
 
 class DeviceMemory(Memory):
-    """Tensors on a device.
-
-    Args:
-        device: Where.
-    """
+    """Tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

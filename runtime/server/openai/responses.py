@@ -253,12 +253,7 @@ class CompletionWriter(_Answer):
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int = 0) -> Body:
-    """Log-probabilities as /v1/completions has them; none of a token that has nothing before it.
-
-    Args:
-        logprobs: The tokens.
-        offset: Characters before the first.
-    """
+    """As /v1/completions has them, texts beginning at `offset`; none of a token that has nothing before it."""
     ends = itertools.accumulate((len(logprob.text) for logprob in logprobs), initial=offset)
     known = [not math.isnan(logprob.logprob) for logprob in logprobs]
     return {

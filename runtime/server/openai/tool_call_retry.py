@@ -80,13 +80,7 @@ def _again(wanted: GenerationRequest, rules: CallRules, calls: Sequence[ToolCall
 def corrected(
     messages: Sequence[Mapping[str, Any]], rules: CallRules, calls: Sequence[ToolCall]
 ) -> tuple[list[Mapping[str, Any]], CallRules] | None:
-    """A conversation in which the model sees what is wrong with its calls, and must call again; None if nothing is.
-
-    Args:
-        messages: The conversation so far.
-        rules: What the model could call.
-        calls: What it called.
-    """
+    """A conversation in which the model sees what is wrong with its calls, and must call again; None if nothing is."""
     schemas = {tool.name: tool.parameters for tool in rules.tools}
     problems = [problem_of(call.arguments, schemas[call.name]) for call in calls]
     if not any(problems):

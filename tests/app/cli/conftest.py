@@ -43,12 +43,6 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf", random_model("Llama"), kind="Q8_0")
 
 
-@pytest.fixture
-def checkpoint_maker() -> Callable[..., Path]:
-    """`write_checkpoint`."""
-    return write_checkpoint
-
-
 @pytest.fixture(scope="session")
 def packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the low-bit model of the tiny checkpoint; tests must not write to it."""

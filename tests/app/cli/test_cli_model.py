@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.app.cli.conftest import write_checkpoint
 from tests.models.gguf.making import random_model, write_gguf
 
 Answer = Callable[..., dict[str, Any]]
@@ -21,10 +22,8 @@ def test_a_stored_name(answer: Answer, stored: str, services: Any) -> None:
     assert services.quantized == []
 
 
-def test_a_folder_is_quantized_on_first_use_only(
-    answer: Answer, run: Run, services: Any, checkpoint_maker: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = checkpoint_maker(tmp_path / "tiny")
+def test_a_folder_is_quantized_on_first_use_only(answer: Answer, run: Run, services: Any, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
     result = run("run", folder, *SHORT, "--json")
     assert json.loads(result.stdout)["model"] == "tiny-trellis-4bit"
     assert "this is done once" in result.stderr
@@ -45,14 +44,9 @@ def test_a_folder_is_found_under_any_name(answer: Answer, services: Any, checkpo
 
 @pytest.mark.parametrize("memory", ["kept", "lost", "damaged"])
 def test_another_folder_of_that_name_is_another_model(
-    error: Error,
-    answer: Answer,
-    services: Any,
-    checkpoint_maker: Callable[..., Path],
-    tmp_path: Path,
-    memory: str,
+    error: Error, answer: Answer, services: Any, tmp_path: Path, memory: str
 ) -> None:
-    first, second = checkpoint_maker(tmp_path / "a" / "mine"), checkpoint_maker(tmp_path / "b" / "mine", seed=2)
+    first, second = write_checkpoint(tmp_path / "a" / "mine"), write_checkpoint(tmp_path / "b" / "mine", seed=2)
     for _ in range(2):
         answer("run", first, *SHORT)
     if memory == "lost":
@@ -65,10 +59,8 @@ def test_another_folder_of_that_name_is_another_model(
     assert answer("run", first, *SHORT)["model"] == "mine-trellis-4bit"
 
 
-def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(
-    error: Error, answer: Answer, checkpoint_maker: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = checkpoint_maker(tmp_path / "mine")
+def test_a_checkpoint_that_changed_is_not_taken_for_the_old_one(error: Error, answer: Answer, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "mine")
     for _ in range(2):
         answer("run", folder, *SHORT)
     weights, config = folder / "model.safetensors", folder / "config.json"
@@ -193,8 +185,8 @@ def test_a_checkpoint_is_needed_where_a_low_bit_model_is_named(error: Error, sto
         assert "hub name (tiny)" in line
 
 
-def test_a_damaged_checkpoint(error: Error, checkpoint_maker: Callable[..., Path], tmp_path: Path) -> None:
-    folder = checkpoint_maker(tmp_path / "mine")
+def test_a_damaged_checkpoint(error: Error, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "mine")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors" in error("run", folder, "hi")

@@ -20,6 +20,7 @@ from models.errors import CheckpointError
 from models.exact import ExactSource
 from models.store import StoredModel
 from runtime.text.constraint import Grammar
+from tests.app.cli.conftest import write_checkpoint
 
 FIELDS = {
     "text", "finish_reason", "prompt_tokens", "completion_tokens", "ttft_s", "decode_tokens_per_s", "model", "backend",
@@ -51,15 +52,7 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> No
 
 
 def test_exact_answers_need_the_source(
-    answer: Answer,
-    error: Error,
-    run: Run,
-    stored: str,
-    checkpoint: Path,
-    packed: Path,
-    services: Any,
-    tmp_path: Path,
-    checkpoint_maker: Callable[..., Path],
+    answer: Answer, error: Error, run: Run, stored: str, checkpoint: Path, packed: Path, services: Any, tmp_path: Path
 ) -> None:
     how = ("hi", "--max-tokens", 20, "--budget", "exact", "--temperature", 0, "--speculate", "--gamma", 2)
     assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
@@ -70,7 +63,7 @@ def test_exact_answers_need_the_source(
     assert answer("run", "mine", *how)["text"] == found["text"]
     assert "leave out" in run("run", checkpoint, "hi", "--budget", "exact", "--k-chunk", 5, code=2).stderr
     assert "CPU backend only" in error("run", checkpoint, "hi", "--budget", "exact", "--backend", "reference")
-    model, other = StoredModel.open_folder(packed), checkpoint_maker(tmp_path / "other", seed=1)
+    model, other = StoredModel.open_folder(packed), write_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="norms, biases or embeddings"):
         ExactSource(other, model)
     with pytest.raises(CliError, match="checksums differ"):

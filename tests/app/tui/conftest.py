@@ -604,12 +604,6 @@ def runtime() -> Runtime:
 
 
 @pytest.fixture
-def tuned_to() -> Callable[[float], Tuning]:
-    """What the scripted tuner finds for a budget."""
-    return tuned
-
-
-@pytest.fixture
 def stage() -> Callable[..., Any]:
     """`async with stage(runtime, size=(w, h), **settings) as s:` runs the application under Pilot.
 
@@ -634,12 +628,6 @@ def stage() -> Callable[..., Any]:
             yield scene
 
     return run
-
-
-@pytest.fixture
-def app_of() -> Callable[..., ChatApp]:
-    """`app_of(runtime, **settings)` makes an application that does not run yet."""
-    return make_app
 
 
 @pytest.fixture

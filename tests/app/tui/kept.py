@@ -13,14 +13,7 @@ from app.history.store import History
 def keep_chats(
     path: Path, chats: Iterable[tuple[str, str]], *, model: str = "demo", begun: Iterable[datetime] = ()
 ) -> Path:
-    """Write chats of a question and an answer into a history file.
-
-    Args:
-        path: The file.
-        chats: What was asked and answered.
-        model: Who answered.
-        begun: When each chat was; now, if empty.
-    """
+    """Write chats of a question and an answer into a history file."""
     history, times = History(path), iter(begun)
     for question, answer in chats:
         when = next(times, None)

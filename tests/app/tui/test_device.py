@@ -20,6 +20,7 @@ from app.tui.widgets.knee_chart import KneeChart, at, axis, plot
 from runtime.errors import Problem
 from runtime.wire.device import DeviceReport, PromptTuning
 from runtime.wire.requests import TuneRequest
+from tests.app.tui.conftest import tuned
 from tuner.curve import Curve
 from tuner.placement import ExpertPlacement
 
@@ -164,11 +165,11 @@ def test_a_graphics_card_and_its_link_in_words() -> None:
     assert dict(machine_lines(DeviceReport(machine={}))) == {"GPU": "none found", "bandwidth": "not measured yet"}
 
 
-def test_thread_blocks_are_shown_where_there_are_any(runtime: Any, tuned_to: Callable[[float], Any]) -> None:
-    found = replace(tuned_to(5.0), n_tb={"qkv": 8, "o": 4})
+def test_thread_blocks_are_shown_where_there_are_any(runtime: Any) -> None:
+    found = replace(tuned(5.0), n_tb={"qkv": 8, "o": 4})
     assert layer_rows(found)[:3] == [["layer", "n_tb", "k_chunk"], ["qkv", "8", "48"], ["o", "4", "41"]]
     assert layer_rows(found)[3][1] == "–"
-    assert layer_rows(tuned_to(5.0))[0] == ["layer", "k_chunk"]
+    assert layer_rows(tuned(5.0))[0] == ["layer", "k_chunk"]
     apart = replace(found, k_chunk={**found.k_chunk, "layers.29.qkv": 64})
     assert layer_rows(apart)[-1] == ["qkv of block 29", "8", "64"]
     assert dict(tuning_lines(found))["slowdown"] == "4.6 % predicted · 4.2 % measured"

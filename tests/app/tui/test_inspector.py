@@ -103,7 +103,7 @@ def told(**changes: Any) -> InspectedToken:
     return replace(InspectedToken(text=" a", candidates=[best, other], chosen=0, base_best=0), **changes)
 
 
-def test_words_and_figures(app_of: Any) -> None:
+def test_words_and_figures() -> None:
     assert heat(told(), "certainty") == 1
     assert heat(told(chosen=1), "certainty") == 4
     assert heat(told(), "compensation") == 3

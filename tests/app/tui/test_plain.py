@@ -20,6 +20,7 @@ from app.tui.endpoint import RemoteModels
 from app.tui.messages import QuantizeAsked
 from runtime.errors import Problem
 from runtime.wire.requests import QuantizeRequest
+from tests.app.tui.conftest import make_app
 
 Stage = Callable[..., Any]
 ACTION = "[@click=app.screenshot('f','/')]x[/]"
@@ -131,8 +132,8 @@ async def test_notices_dialogs_and_work_show_it_as_it_stands(stage: Stage, runti
         looked_at(s, "work that failed")
 
 
-def test_a_program_that_breaks_off_writes_no_commands(app_of: Callable[..., Any], runtime: Any) -> None:
-    app = app_of(runtime)
+def test_a_program_that_breaks_off_writes_no_commands(runtime: Any) -> None:
+    app = make_app(runtime)
     app.error_console.file = written = io.StringIO()
     try:
         raise ValueError(f"it is {ESCAPES}")

@@ -31,6 +31,7 @@ from app.tui.widgets.plain_table import PlainTable
 from app.tui.widgets.progress_panel import ProgressPanel
 from app.tui.widgets.transcript import Transcript
 from runtime.wire.requests import LoadRequest, QuantizeRequest
+from tests.app.tui.conftest import make_app
 from tests.grid import grid
 
 Stage = Callable[..., Any]
@@ -413,9 +414,9 @@ def slow_to_compose(monkeypatch: pytest.MonkeyPatch, widget: type[Widget], meanw
     "part", [ChatScreen, HeaderBar, Sidebar, Transcript, ProgressPanel], ids=lambda one: one.__name__
 )
 async def test_a_start_that_is_cut_short_falls_nowhere(
-    app_of: Callable[..., Any], runtime: Any, part: type[Widget], monkeypatch: pytest.MonkeyPatch
+    runtime: Any, part: type[Widget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = app_of(runtime)
+    app = make_app(runtime)
     slow_to_compose(monkeypatch, part, app.exit)
     await app.run_async(headless=True, size=(80, 24))
     assert app.return_code == 0

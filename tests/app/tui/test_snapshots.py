@@ -15,6 +15,7 @@ from app.tui.messages import QuantizeAsked
 from app.tui.screens import chat_dialogs as attach
 from app.tui.widgets.message_view import MessageView
 from runtime.wire.requests import QuantizeRequest
+from tests.app.tui.conftest import make_app
 from tests.app.tui.kept import keep_chats
 from tests.grid import grid
 
@@ -116,12 +117,12 @@ class Play:
 
 
 @pytest.fixture(params=grid(LOOKS, ()), ids=lambda look: f"{look[0][0]}x{look[0][1]}-{look[1]}")
-def looks_right(request: pytest.FixtureRequest, snap_compare: Any, app_of: Any, runtime: Any) -> Callable[..., None]:
+def looks_right(request: pytest.FixtureRequest, snap_compare: Any, runtime: Any) -> Callable[..., None]:
     """Compares what the application shows after it was acted on as `Play` does."""
     size, theme = request.param
 
     def compare(app: Any = None, *, kept: Path | None = None, **play: Any) -> None:
-        app = app or app_of(runtime, kept=kept)
+        app = app or make_app(runtime, kept=kept)
         app.session.settings = app.session.settings.changed({"theme": theme})
         app.apply_theme(app.session.settings)
         assert snap_compare(app, terminal_size=size, run_before=Play(app, **play))
@@ -241,11 +242,11 @@ def test_setting_up_a_model(looks_right: Looks, runtime: Any) -> None:
     looks_right(shown=stopped)
 
 
-def test_attaching(looks_right: Looks, app_of: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching(looks_right: Looks, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["papers/", "src/", "alice.md", "contract.docx", "minutes.pdf", "notes 日本語.txt"]
     monkeypatch.setattr(attach, "names", lambda _text: listed)
     monkeypatch.setattr(Path, "cwd", lambda: Path("/home/you"))
-    app = app_of(runtime)
+    app = make_app(runtime)
     app.session.conversation.extras = Extras(sources=[Source(path="/home/you/book.md", name="book.md", tokens=36_000)])
 
     def shown(app: Any) -> bool:
@@ -255,9 +256,9 @@ def test_attaching(looks_right: Looks, app_of: Any, runtime: Any, monkeypatch: p
     looks_right(app, keys=("ctrl+o",), shown=shown, then=("down", "down"))
 
 
-def test_passages(looks_right: Looks, app_of: Any, runtime: Any) -> None:
+def test_passages(looks_right: Looks, runtime: Any) -> None:
     runtime.answers = ["Osgood keeps the lighthouse."]
-    app = app_of(runtime)
+    app = make_app(runtime)
     conversation = app.session.conversation
     conversation.extras = Extras(model="demo", sources=[Source(path="/gone/book.md", name="book.md", tokens=36_000)])
     text = "The lighthouse keeper was called Osgood.\nHe had a dog."

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,6 +10,7 @@ from runtime.backends import NAMES, ModelSizes, backend, backends
 from runtime.backends.decoder import DecoderOptions
 from runtime.errors import BackendError
 from runtime.kv.kinds import KINDS
+from tests.runtime.conftest import make_model, make_spec
 
 SIZES = ModelSizes(weight_bytes=600 << 20, residual_bytes=500 << 20)
 
@@ -31,34 +30,34 @@ def test_each_says_whether_it_can_run_here_and_what_it_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_residuals_count_where_they_are_used(tiny_spec: Callable[..., Any], name: str) -> None:
-    plain, used = (backend(name).footprint(tiny_spec(), SIZES, compensated=on) for on in (False, True))
+def test_residuals_count_where_they_are_used(name: str) -> None:
+    plain, used = (backend(name).footprint(make_spec(), SIZES, compensated=on) for on in (False, True))
     assert (plain.residual_bytes, used.residual_bytes) == (0, SIZES.residual_bytes)
 
 
-def test_all_residuals_of_the_cpu_are_there_twice(tiny_spec: Callable[..., Any]) -> None:
+def test_all_residuals_of_the_cpu_are_there_twice() -> None:
     once, twice = (
-        backend("cpu").footprint(tiny_spec(), replace(SIZES, whole=on), compensated=True) for on in (False, True)
+        backend("cpu").footprint(make_spec(), replace(SIZES, whole=on), compensated=True) for on in (False, True)
     )
     assert twice.residual_bytes == 2 * once.residual_bytes > 0
 
 
-def test_the_reference_unpacks_the_weights(tiny_spec: Callable[..., Any]) -> None:
-    spec = tiny_spec()
+def test_the_reference_unpacks_the_weights() -> None:
+    spec = make_spec()
     plain, both = (backend("reference").footprint(spec, SIZES, compensated=on) for on in (False, True))
     table = 2 * spec.vocab_size * spec.hidden_size
     assert plain.weight_bytes > 4 * spec.num_layers * spec.hidden_size**2
     assert both.weight_bytes - table == 2 * (plain.weight_bytes - table)
 
 
-def test_a_gpu_s_driver_takes_room_of_its_own(tiny_spec: Callable[..., Any]) -> None:
-    taken = {name: backend(name).footprint(tiny_spec(), SIZES, compensated=True) for name in ("cpu", "triton")}
+def test_a_gpu_s_driver_takes_room_of_its_own() -> None:
+    taken = {name: backend(name).footprint(make_spec(), SIZES, compensated=True) for name in ("cpu", "triton")}
     assert taken["triton"].overhead_bytes > taken["cpu"].overhead_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_one_opens_a_model_and_lacks_nothing(tiny_model: Callable[..., Any], name: str) -> None:
-    decoder = backend(name).open(tiny_model(), DecoderOptions(context=64, max_rows=4, threads=1))
+def test_one_opens_a_model_and_lacks_nothing(name: str) -> None:
+    decoder = backend(name).open(make_model(), DecoderOptions(context=64, max_rows=4, threads=1))
     assert decoder.backend == name
     assert backend(name).problems(decoder) == ()
     decoder.close()
@@ -71,9 +70,9 @@ def test_what_the_cpu_is_called_names_its_kernels_and_threads() -> None:
     assert device.driver is None
 
 
-def test_the_reference_has_no_clock(tiny_model: Callable[..., Any]) -> None:
+def test_the_reference_has_no_clock() -> None:
     found = backend("reference")
     with pytest.raises(BackendError, match="not tuned"):
         found.device(DecoderOptions())
     with pytest.raises(BackendError, match="not tuned"):
-        found.timer(found.open(tiny_model(), DecoderOptions(context=64)), seconds=0.1)
+        found.timer(found.open(make_model(), DecoderOptions(context=64)), seconds=0.1)

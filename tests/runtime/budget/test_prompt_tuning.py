@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from runtime.budget.spending import spend_on_prompts
 from runtime.budget.tuning import NoTuningError
 from runtime.errors import Cancelled, OutOfMemoryError, RequestError
 from runtime.wire.device import PromptTuning
+from tests.runtime.conftest import make_spec
 from tuner.profiles import ProfileStore
 
 LEVELS = (1024, 256, 64)
@@ -81,8 +81,8 @@ def stored(tmp_path: Path) -> Any:
     return StoredModel.open_folder(demo_path(), "demo")
 
 
-def test_a_prompt_is_timed_as_the_engine_runs_it(tiny_spec: Callable[..., Any], clock: Clock) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_a_prompt_is_timed_as_the_engine_runs_it(clock: Clock) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     timer = PromptTimer(decoder)
     assert timer.slowdown(1024) == pytest.approx(25)
     assert timer.tokens == 512
@@ -92,22 +92,20 @@ def test_a_prompt_is_timed_as_the_engine_runs_it(tiny_spec: Callable[..., Any], 
     assert (last.positions[0], last.positions[-1], last.logit_rows.tolist()) == (384, 511, [127])
 
 
-def test_a_slow_model_has_a_shorter_prompt(tiny_spec: Callable[..., Any], clock: Clock) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_a_slow_model_has_a_shorter_prompt(clock: Clock) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     decoder.forward, quick = lambda step: (quick(step), setattr(clock, "now", clock.now + 5))[0], decoder.forward
     timer = PromptTimer(decoder)
     timer.slowdown(64)
     assert timer.tokens == 128
-    assert PromptTimer(Prefiller(tiny_spec(), clock, context=40)).tokens == 40  # type: ignore[arg-type]
+    assert PromptTimer(Prefiller(make_spec(), clock, context=40)).tokens == 40  # type: ignore[arg-type]
 
 
-def test_what_is_far_from_the_limit_takes_few_rounds(
-    tiny_spec: Callable[..., Any], clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_far_from_the_limit_takes_few_rounds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_tuning, "_ROUNDS_S", 60.0)
     steps = {}
     for limit in (None, 24.0, 10.0, 60.0):
-        decoder: Any = Prefiller(tiny_spec(), clock)
+        decoder: Any = Prefiller(make_spec(), clock)
         assert PromptTimer(decoder).slowdown(1024, limit) == pytest.approx(25)
         steps[limit] = len(decoder.steps)
     assert steps[None] == steps[24.0] > steps[10.0] == steps[60.0]
@@ -117,9 +115,9 @@ def test_what_is_far_from_the_limit_takes_few_rounds(
     ("budget", "level", "cost"), [(30, 1024, 25.0), (25, 256, 6.25), (20, 256, 6.25), (3, 64, 1.5625), (1, 0, 0.0)]
 )
 def test_the_most_that_a_budget_pays_for(
-    tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path, budget: float, level: int, cost: float
+    clock: Clock, stored: Any, tmp_path: Path, budget: float, level: int, cost: float
 ) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+    decoder: Any = Prefiller(make_spec(), clock)
     told: list[Progress] = []
     found = tune_prompts(decoder, stored, budget_percent=budget, profiles=ProfileStore(tmp_path), progress=told.append)
     assert (found.k_chunk, found.tokens, found.cached) == (level, 512, False)
@@ -137,10 +135,8 @@ def test_the_most_that_a_budget_pays_for(
     assert len(decoder.steps) > before
 
 
-def test_a_damaged_profile_is_measured_again(
-    tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path
-) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_a_damaged_profile_is_measured_again(clock: Clock, stored: Any, tmp_path: Path) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     tune_prompts(decoder, stored, budget_percent=20, profiles=ProfileStore(tmp_path))
     (file,) = tmp_path.glob("*.json")
     good = file.read_text(encoding="utf-8")
@@ -149,16 +145,14 @@ def test_a_damaged_profile_is_measured_again(
         assert not tune_prompts(decoder, stored, budget_percent=20, profiles=ProfileStore(tmp_path)).cached
 
 
-def test_a_level_for_which_there_is_no_room_is_left_out(
-    tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path
-) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock, refused=1024)
+def test_a_level_for_which_there_is_no_room_is_left_out(clock: Clock, stored: Any, tmp_path: Path) -> None:
+    decoder: Any = Prefiller(make_spec(), clock, refused=1024)
     found = tune_prompts(decoder, stored, budget_percent=90, profiles=ProfileStore(tmp_path))
     assert found.k_chunk == 256
 
 
-def test_no_budget_is_no_compensation(tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_no_budget_is_no_compensation(clock: Clock, stored: Any, tmp_path: Path) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     decoder.set_prompt_k_chunk(64)
     found = tune_prompts(decoder, stored, budget_percent=0, profiles=ProfileStore(tmp_path))
     assert (found.k_chunk, found.pending) == (0, False)
@@ -167,8 +161,8 @@ def test_no_budget_is_no_compensation(tiny_spec: Callable[..., Any], clock: Cloc
         tune_prompts(decoder, stored, budget_percent=101, profiles=ProfileStore(tmp_path))
 
 
-def test_what_cannot_be_tuned_is_said(tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_what_cannot_be_tuned_is_said(clock: Clock, stored: Any, tmp_path: Path) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     later = PromptTuning.later(20)
     decoder.backend = "reference"
     with pytest.raises(NoTuningError):
@@ -177,7 +171,7 @@ def test_what_cannot_be_tuned_is_said(tiny_spec: Callable[..., Any], clock: Cloc
     assert found is None
     assert problem is not None
     assert not problem.failure
-    broken: Any = Prefiller(tiny_spec(), clock)
+    broken: Any = Prefiller(make_spec(), clock)
     broken.forward = lambda _step: (_ for _ in ()).throw(RequestError("broken"))
     found, problem = spend_on_prompts(lambda _: nullcontext(broken), stored, later, profiles=ProfileStore(tmp_path))
     assert found is None
@@ -186,10 +180,8 @@ def test_what_cannot_be_tuned_is_said(tiny_spec: Callable[..., Any], clock: Cloc
     assert "broken" in problem.what
 
 
-def test_a_stopped_search_leaves_the_decoder_as_it_was(
-    tiny_spec: Callable[..., Any], clock: Clock, stored: Any, tmp_path: Path
-) -> None:
-    decoder: Any = Prefiller(tiny_spec(), clock)
+def test_a_stopped_search_leaves_the_decoder_as_it_was(clock: Clock, stored: Any, tmp_path: Path) -> None:
+    decoder: Any = Prefiller(make_spec(), clock)
     decoder.set_prompt_k_chunk(64)
     with pytest.raises(Cancelled):
         tune_prompts(

@@ -16,6 +16,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, RequestError
 from runtime.measure.timing import DecodeTimer, undisturbed
+from tests.runtime.conftest import make_model, make_spec
 from tests.runtime.engine.talking import hybrid
 
 BACKENDS = {"cpu": CpuDecoder, "reference": ReferenceDecoder}
@@ -28,8 +29,8 @@ def decode(decoder: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture
-def model(tiny_model: Any, tiny_spec: Any) -> Any:
-    return tiny_model(tiny_spec(), bits=3)
+def model() -> Any:
+    return make_model(make_spec(), bits=3)
 
 
 @pytest.mark.parametrize("select", ["approx", "exact", "static", "random"])
@@ -68,8 +69,8 @@ def test_one_block_has_a_k_chunk_of_its_own(model: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_be_compensated_changes_nothing(tiny_model: Any, tiny_spec: Any, backend: str) -> None:
-    bare = BACKENDS[backend](tiny_model(tiny_spec(), bits=3, residual_bits=0), DecoderOptions(context=32))
+def test_what_cannot_be_compensated_changes_nothing(backend: str) -> None:
+    bare = BACKENDS[backend](make_model(make_spec(), bits=3, residual_bits=0), DecoderOptions(context=32))
     before = decode(bare)
     with pytest.raises(RequestError, match="without residuals"):
         bare.set_k_chunk(8)
@@ -149,9 +150,9 @@ def test_the_slowdown_of_a_decoder_whose_times_are_known(monkeypatch: pytest.Mon
     assert decoder.set[-1] == ({"qkv": 3}, {"qkv": 2})
 
 
-def test_a_decoder_with_states_is_timed(tiny_model: Any, tiny_spec: Any) -> None:
+def test_a_decoder_with_states_is_timed() -> None:
     """In turns that are longer than what a state can be cut back by."""
-    decoder = ReferenceDecoder(tiny_model(hybrid(tiny_spec)), DecoderOptions(kv="fp16", context=32))
+    decoder = ReferenceDecoder(make_model(hybrid()), DecoderOptions(kv="fp16", context=32))
     assert DecodeTimer(decoder, seconds=0.0, turn=1.0).slowdown(64) > -100
 
 

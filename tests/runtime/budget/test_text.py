@@ -18,11 +18,12 @@ from runtime.compensation import CHUNK, k_chunk_by_type
 from runtime.errors import Cancelled
 from runtime.measure.evaluate import perplexity
 from runtime.text.tokenizer import Tokenizer
+from tests.runtime.conftest import make_model, make_spec
 
 
 @pytest.fixture
-def decoder(tiny_model: Any, tiny_spec: Any) -> Any:
-    return CpuDecoder(tiny_model(tiny_spec(), bits=3), DecoderOptions(context=64, prompt_k_chunk=CHUNK, k_chunk=5))
+def decoder() -> Any:
+    return CpuDecoder(make_model(make_spec(), bits=3), DecoderOptions(context=64, prompt_k_chunk=CHUNK, k_chunk=5))
 
 
 def loss_of(decoder: Any, cancelled: Callable[[], bool] = lambda: False) -> TextLoss:

@@ -27,6 +27,7 @@ from runtime.budget.tuning import NOISE_PERCENT, layers_apart
 from runtime.compensation import Compensation, k_chunk_by_type
 from runtime.errors import BackendError, Cancelled, RequestError
 from runtime.wire.codec import to_json
+from tests.runtime.conftest import make_spec
 from tuner.errors import TimerError
 from tuner.ladder import MOST_READINGS, READINGS, TARGETS
 from tuner.profiles import ProfileStore
@@ -50,10 +51,10 @@ class FakeDecoder:
 
 
 @pytest.mark.parametrize(("blocks", "read"), [(4, 0), (12, 0), (4, 3)])
-def test_the_last_mlp_stands_apart_from_the_others(tiny_spec: Any, blocks: int, read: int) -> None:
+def test_the_last_mlp_stands_apart_from_the_others(blocks: int, read: int) -> None:
     """Of a mixture, all the experts of a token."""
     mixture = MixtureSpec(experts=8, chosen=read, width=32, normalized=True) if read else None
-    decoder: Any = FakeDecoder(tiny_spec(num_layers=blocks, windows=(None,) * blocks, mixture=mixture))
+    decoder: Any = FakeDecoder(make_spec(num_layers=blocks, windows=(None,) * blocks, mixture=mixture))
     whole, each = tuning.layers_of(decoder), max(1, read)
     found = {layer.kind: layer for layer in layers_apart(decoder)}
     assert list(found)[:5] == [layer.kind for layer in whole]
@@ -64,8 +65,8 @@ def test_the_last_mlp_stands_apart_from_the_others(tiny_spec: Any, blocks: int, 
         assert apart is None or (apart.n, apart.k, apart.count) == (layer.n, layer.k, each)
 
 
-def test_a_model_of_few_blocks_has_types_alone(tiny_spec: Any) -> None:
-    decoder: Any = FakeDecoder(tiny_spec(num_layers=3, windows=(None,) * 3))
+def test_a_model_of_few_blocks_has_types_alone() -> None:
+    decoder: Any = FakeDecoder(make_spec(num_layers=3, windows=(None,) * 3))
     assert layers_apart(decoder) == tuning.layers_of(decoder)
 
 

@@ -13,7 +13,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.engine.conversations import Conversations
 from runtime.kv.kinds import KVKind
 from runtime.kv.states import SMALL_STEP
-from tests.runtime.conftest import LATENTS, SHARED, STREAMS
+from tests.runtime.conftest import LATENTS, SHARED, STREAMS, make_spec
 
 Tokens = list[int]
 CONTEXT, ROWS, SLOTS = 256, 40, 3
@@ -30,11 +30,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def hybrid(tiny_spec: Callable[..., ModelSpec], mixer: str = "convolution") -> ModelSpec:
+def hybrid(mixer: str = "convolution") -> ModelSpec:
     if mixer not in HYBRIDS:
         others = {"shared": SHARED, "latents": LATENTS, "streams": STREAMS}
-        return tiny_spec(max_context=CONTEXT, **others[mixer])
-    return tiny_spec(num_layers=3, conv_kernel_size=4, qk_norm=True, max_context=CONTEXT, **HYBRIDS[mixer])
+        return make_spec(max_context=CONTEXT, **others[mixer])
+    return make_spec(num_layers=3, conv_kernel_size=4, qk_norm=True, max_context=CONTEXT, **HYBRIDS[mixer])
 
 
 def decaying(model: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,9 @@ from runtime.engine.conversations import Conversations
 from runtime.kv.control import KVCache
 from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS
+from tests.runtime.conftest import make_spec
 from tests.runtime.engine.nowhere import Nowhere
 
-Factory = Callable[..., Any]
 CONTEXT, ROWS = 64, 8
 
 
@@ -47,8 +46,8 @@ class Chats:
 
 
 @pytest.fixture
-def chats(tiny_spec: Factory) -> Chats:
-    return Chats(tiny_spec())
+def chats() -> Chats:
+    return Chats(make_spec())
 
 
 def test_a_chat_goes_on_in_its_own_slot(chats: Chats) -> None:
@@ -94,8 +93,8 @@ def test_the_one_unused_for_longest_gives_its_slot(chats: Chats) -> None:
     assert chats.held() == [[10, 1, 2, 3], [10, 1, 9], [40, 1, 2]]
 
 
-def test_pages_are_taken_from_the_one_unused_for_longest(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), pages=16)
+def test_pages_are_taken_from_the_one_unused_for_longest() -> None:
+    chats = Chats(make_spec(), pages=16)
     first, second = [*range(1, 21)], [*range(101, 121)]
     chats.say(first)
     chats.say(second)
@@ -104,8 +103,8 @@ def test_pages_are_taken_from_the_one_unused_for_longest(tiny_spec: Factory) -> 
     assert chats.held() == [second, list(range(201, 226))]
 
 
-def test_whoever_is_at_work_gives_nothing_up(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), pages=16)
+def test_whoever_is_at_work_gives_nothing_up() -> None:
+    chats = Chats(make_spec(), pages=16)
     first, second = [*range(1, 21)], [*range(101, 121)]
     chats.say(first)
     slot, _ = chats.known.begin([*first, 50])
@@ -120,8 +119,8 @@ def test_whoever_is_at_work_gives_nothing_up(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.parametrize("kv", ["int4", "hierarchical", "kivi2"])
-def test_one_chat_may_fill_the_pool(kv: str, tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), kv=kv)
+def test_one_chat_may_fill_the_pool(kv: str) -> None:
+    chats = Chats(make_spec(), kv=kv)
     rng = np.random.default_rng(0)
     for _ in range(30):
         prompt = [1, *rng.integers(2, 4, rng.integers(1, CONTEXT)).tolist()]
@@ -129,8 +128,8 @@ def test_one_chat_may_fill_the_pool(kv: str, tiny_spec: Factory) -> None:
         assert chats.cache.table.used <= chats.cache.table.capacity
 
 
-def test_of_equals_the_one_that_can_be_cut_back_without_loss(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), kv="kivi2")
+def test_of_equals_the_one_that_can_be_cut_back_without_loss() -> None:
+    chats = Chats(make_spec(), kv="kivi2")
     prompt = list(range(1, 41))
     chats.say(prompt, answer=9)
     exact, cached = chats.say([*prompt, 7], answer=1)
@@ -139,8 +138,8 @@ def test_of_equals_the_one_that_can_be_cut_back_without_loss(tiny_spec: Factory)
     assert (cached, exact != other, chats.store.restored) == (40, True, 0)
 
 
-def test_a_page_is_not_opened_for_a_few_tokens(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), kv="kivi2")
+def test_a_page_is_not_opened_for_a_few_tokens() -> None:
+    chats = Chats(make_spec(), kv="kivi2")
     chats.say(list(range(1, 41)))
     assert chats.say([1, 2, 3, 99])[1] == 0
     assert chats.say([*range(1, 36), 99])[1] == 35
@@ -216,8 +215,8 @@ def test_where_all_slots_are_taken_the_one_unused_for_longest_gives_way(chats: C
     assert chats.held() == [[30, 1, 2], [40, 1, 2]], "the one in the lent slot was the oldest itself"
 
 
-def test_a_lent_slot_has_room(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), pages=16)
+def test_a_lent_slot_has_room() -> None:
+    chats = Chats(make_spec(), pages=16)
     chats.say([*range(1, 40)])
     chats.say([*range(101, 120)])
     chats.known.vacate(2, 24)
@@ -246,8 +245,8 @@ def test_the_latest_is_saved_first(chats: Chats) -> None:
     assert disk.asked == [[[10, 1, 2, 3], [30, 1, 2], [20, 1, 2]]]
 
 
-def test_what_gives_way_to_a_lent_slot_is_saved_before(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), pages=16)
+def test_what_gives_way_to_a_lent_slot_is_saved_before() -> None:
+    chats = Chats(make_spec(), pages=16)
     disk = chats.known.saved = Disk()  # type: ignore[assignment]
     one, two = list(range(1, 40)), list(range(101, 120))
     chats.say(one)
@@ -256,8 +255,8 @@ def test_what_gives_way_to_a_lent_slot_is_saved_before(tiny_spec: Factory) -> No
     assert (disk.asked, chats.held()) == ([[one]], [two])
 
 
-def test_what_gives_way_to_another_conversation_is_saved_before(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), pages=16, slots=2)
+def test_what_gives_way_to_another_conversation_is_saved_before() -> None:
+    chats = Chats(make_spec(), pages=16, slots=2)
     disk = chats.known.saved = Disk()  # type: ignore[assignment]
     one, two, three, long = [1, 2, 3], [4, 5, 6], list(range(50, 80)), list(range(101, 160))
     for prompt in (one, two, three):
@@ -267,8 +266,8 @@ def test_what_gives_way_to_another_conversation_is_saved_before(tiny_spec: Facto
     assert disk.asked[1:] == [[two], [three]], "a slot, and then pages"
 
 
-def test_one_slot_is_cut_back(tiny_spec: Factory) -> None:
-    chats = Chats(tiny_spec(), slots=1)
+def test_one_slot_is_cut_back() -> None:
+    chats = Chats(make_spec(), slots=1)
     chats.say([1, 2, 3, 4], answer=2)
     assert chats.say([1, 2, 3, 4]) == (0, 3)
     assert chats.say([9, 8]) == (0, 0)

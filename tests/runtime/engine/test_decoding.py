@@ -24,11 +24,11 @@ from runtime.kv.kinds import KVKind
 from runtime.text.sampling import Distribution, Draw, Drawn, Sampler, SamplingOptions, log_probabilities
 from tests.grid import grid
 from tests.runtime.backends.cpu.test_cpu_exact import Source
+from tests.runtime.conftest import make_model, make_spec
 
 V = 96
 PROMPT = np.random.default_rng(3).integers(0, V, 300).tolist()
 GREEDY = SamplingOptions(temperature=0)
-Factory = Callable[..., Any]
 
 
 class Checked:
@@ -89,13 +89,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Factory, tiny_spec: Factory) -> Any:
-    return tiny_model(tiny_spec(max_context=2048), bits=3, residual_bits=4)
+def model() -> Any:
+    return make_model(make_spec(max_context=2048), bits=3, residual_bits=4)
 
 
 @pytest.fixture(scope="module")
-def sliding(tiny_model: Factory, tiny_spec: Factory) -> Any:
-    return tiny_model(tiny_spec(max_context=2048, windows=(150, None)), bits=3, residual_bits=4)
+def sliding() -> Any:
+    return make_model(make_spec(max_context=2048, windows=(150, None)), bits=3, residual_bits=4)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import RequestError
 from runtime.kv.kinds import PARTS, KVKind
+from tests.runtime.conftest import make_model, make_spec
 
 Factory = Callable[..., Any]
 OPTIONS: Any = {"context": 280, "max_rows": 128, "kv": "hierarchical"}
@@ -44,9 +45,9 @@ def clear_lower_plane(decoder: Any) -> None:
 
 
 @pytest.fixture
-def prompted(tiny_model: Factory, tiny_spec: Factory) -> Factory:
+def prompted() -> Factory:
     """Makes decoders with 256 tokens in their cache: the next step cuts a page of 128 off their windows."""
-    model = tiny_model(tiny_spec(max_context=512), bits=4)
+    model = make_model(make_spec(max_context=512), bits=4)
 
     def make(backend: type, kv: KVKind) -> Any:
         decoder = backend(model, DecoderOptions(context=280, max_rows=128, kv=kv))
@@ -91,8 +92,8 @@ def test_a_draft_reads_both_planes_of_sensitive_layers(prompted: Factory, backen
 
 
 @pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
-def test_sensitive_layers_are_an_option_too(tiny_model: Factory, tiny_spec: Factory, backend: type) -> None:
-    model = tiny_model(tiny_spec(max_context=512), bits=4)
+def test_sensitive_layers_are_an_option_too(backend: type) -> None:
+    model = make_model(make_spec(max_context=512), bits=4)
     decoders = [backend(model, DecoderOptions(**OPTIONS, sensitive_layers=layers)) for layers in ((), (1, 0))]
     for decoder in decoders:
         for start in (0, 128):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.constraint import Grammar
 from runtime.text.sampling import Draw, Drawn, SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.runtime.conftest import make_model, make_spec
 from tests.runtime.engine.nowhere import Nowhere
 
 V = 300
@@ -72,8 +73,8 @@ class Script:
 
 
 @pytest.fixture
-def spec(tiny_spec: Callable[..., ModelSpec]) -> ModelSpec:
-    return tiny_spec(vocab_size=V)
+def spec() -> ModelSpec:
+    return make_spec(vocab_size=V)
 
 
 def greedy(**changes: Any) -> SamplingOptions:
@@ -352,9 +353,9 @@ def test_prompts(spec: ModelSpec, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
 def test_a_random_model_answers_the_same_however_the_prompt_is_chunked(
-    tiny_model: Callable[..., Any], spec: ModelSpec, tokenizer: Tokenizer, kv: str
+    spec: ModelSpec, tokenizer: Tokenizer, kv: str
 ) -> None:
-    model = tiny_model(spec)
+    model = make_model(spec)
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, V, 30)]
 
     def answers(max_rows: int, seed: int) -> tuple[list[int | None], list[int | None]]:
@@ -402,10 +403,8 @@ def ask(engine: Engine, prompt: list[int], seed: int = 1, max_tokens: int = 6) -
     return [piece.token for piece in pieces[:-1] if piece.token is not None], pieces[-1].usage.cached_tokens
 
 
-def test_switching_regenerating_and_branching_compute_only_what_is_new(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer
-) -> None:
-    engine = open_tiny(tiny_model(tiny_spec(vocab_size=V, max_context=256)), tokenizer)
+def test_switching_regenerating_and_branching_compute_only_what_is_new(tokenizer: Tokenizer) -> None:
+    engine = open_tiny(make_model(make_spec(vocab_size=V, max_context=256)), tokenizer)
     one, two = CHATS
     first, _ = ask(engine, one)
     second, _ = ask(engine, two)
@@ -418,14 +417,8 @@ def test_switching_regenerating_and_branching_compute_only_what_is_new(
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4", "kivi2"])
-def test_a_reopened_chat_goes_on_as_if_it_had_stayed(
-    tiny_model: Callable[..., Any],
-    tiny_spec: Callable[..., ModelSpec],
-    tokenizer: Tokenizer,
-    kv: KVKind,
-    tmp_path: Path,
-) -> None:
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=512, num_layers=1))
+def test_a_reopened_chat_goes_on_as_if_it_had_stayed(tokenizer: Tokenizer, kv: KVKind, tmp_path: Path) -> None:
+    model = make_model(make_spec(vocab_size=V, max_context=512, num_layers=1))
     long = [50 + i % 200 for i in range(180)]
 
     def open_again(folder: Path | None) -> Engine:
@@ -448,10 +441,8 @@ def test_a_reopened_chat_goes_on_as_if_it_had_stayed(
     assert len(list(tmp_path.iterdir())) == 1, "the longer chat took the place of the shorter"
 
 
-def test_a_deleted_chat_leaves_nothing_behind(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+def test_a_deleted_chat_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = make_model(make_spec(vocab_size=V, max_context=256))
     engine = open_tiny(model, tokenizer, folder=tmp_path)
     for name, chat in zip(("one", "two"), CHATS, strict=True):
         list(engine.generate(chat, greedy(max_tokens=2), chat=name))
@@ -471,14 +462,8 @@ def test_a_deleted_chat_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_what_is_measured_costs_no_conversation(
-    tiny_model: Callable[..., Any],
-    tiny_spec: Callable[..., ModelSpec],
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    slots: int,
-) -> None:
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+def test_what_is_measured_costs_no_conversation(tokenizer: Tokenizer, tmp_path: Path, slots: int) -> None:
+    model = make_model(make_spec(vocab_size=V, max_context=256))
     engine = open_tiny(model, tokenizer, slots=slots, context=256, folder=tmp_path)
     answers = [ask(engine, chat)[0] for chat in CHATS]
     longer = [[*chat, *answer, 5] for chat, answer in zip(CHATS, answers, strict=True)]
@@ -502,19 +487,15 @@ def test_the_decoder_is_lent_when_all_answers_have_ended(spec: ModelSpec, tokeni
     assert list(answer)[-1].finish_reason == "stop"
 
 
-def test_a_measurement_that_fails_gives_the_decoder_back(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer
-) -> None:
-    engine = open_tiny(tiny_model(tiny_spec(vocab_size=V, max_context=256)), tokenizer)
+def test_a_measurement_that_fails_gives_the_decoder_back(tokenizer: Tokenizer) -> None:
+    engine = open_tiny(make_model(make_spec(vocab_size=V, max_context=256)), tokenizer)
     with pytest.raises(ZeroDivisionError), engine.borrow():
         raise ZeroDivisionError
     assert ask(engine, CHATS[0])[1] == 0
 
 
-def test_a_spoilt_file_costs_only_a_prefill(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., ModelSpec], tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=256))
+def test_a_spoilt_file_costs_only_a_prefill(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = make_model(make_spec(vocab_size=V, max_context=256))
     engine = open_tiny(model, tokenizer, folder=tmp_path)
     expected, _ = ask(engine, CHATS[0])
     engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,8 @@ from runtime.engine.saved import About, SavedCaches
 from runtime.errors import RequestError, SavedCacheError
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.wire.answers import Holding
+from tests.runtime.conftest import make_spec
 
-Factory = Callable[..., Any]
 CONTEXT, ROWS = 700, 128
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
 
@@ -56,8 +56,8 @@ def about(cache: ReferenceCache, spec: Any, /, *, prompts: dict[str, int] | int 
 
 
 @pytest.fixture
-def spec(tiny_spec: Factory) -> Any:
-    return tiny_spec(**SHAPE)
+def spec() -> Any:
+    return make_spec(**SHAPE)
 
 
 @pytest.fixture

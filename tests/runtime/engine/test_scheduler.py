@@ -20,15 +20,15 @@ from runtime.kv.kinds import KINDS, KVKind
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.grid import grid
+from tests.runtime.conftest import make_model, make_spec
 
 V = 300
-Factory = Callable[..., Any]
 GREEDY = SamplingOptions(temperature=0, max_tokens=12)
 
 
 @pytest.fixture
-def spec(tiny_spec: Factory) -> ModelSpec:
-    found: ModelSpec = tiny_spec(vocab_size=V, max_context=1024)
+def spec() -> ModelSpec:
+    found: ModelSpec = make_spec(vocab_size=V, max_context=1024)
     return found
 
 
@@ -107,10 +107,10 @@ LENGTHS = (5, 17, 70, 90, 141, 200, 33)
 @pytest.mark.parametrize("backend", [ReferenceDecoder, CpuDecoder])
 @pytest.mark.parametrize("prompt_k_chunk", grid([0, 64], {64}))
 def test_answers_are_those_of_requests_served_alone(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer, backend: type, gamma: int | None, prompt_k_chunk: int
+    spec: ModelSpec, tokenizer: Tokenizer, backend: type, gamma: int | None, prompt_k_chunk: int
 ) -> None:
     """On the CPU bit for bit, log-probabilities too: chunks, concurrent and a longer neighbour change nothing."""
-    model = tiny_model(spec)
+    model = make_model(spec)
     sampling = [
         GREEDY,
         SamplingOptions(temperature=0, max_tokens=30, logprobs=2),
@@ -136,10 +136,8 @@ def test_answers_are_those_of_requests_served_alone(
             ]
 
 
-def test_a_long_prompt_and_running_answers_share_the_steps(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
-    engine = opened(tokenizer, tiny_model(spec), context=1000)
+def test_a_long_prompt_and_running_answers_share_the_steps(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec), context=1000)
     steps = watched(engine)
     short = Asked(engine, prompt_of(1, 10), SamplingOptions(temperature=0, max_tokens=40))
     engine.step()
@@ -163,8 +161,8 @@ def test_a_long_prompt_and_running_answers_share_the_steps(
     assert [step.tokens.size for step in steps if step.prefill] == [64, 64, 64, 64, 44], "another model answers, too"
 
 
-def test_tokens_of_several_requests_make_one_step(tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    engine = opened(tokenizer, tiny_model(spec))
+def test_tokens_of_several_requests_make_one_step(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec))
     steps = watched(engine)
     for i in range(4):
         Asked(engine, prompt_of(i, 10))
@@ -173,10 +171,8 @@ def test_tokens_of_several_requests_make_one_step(tiny_model: Factory, spec: Mod
     assert sum(not step.prefill for step in steps) < 20
 
 
-def test_drafts_and_verifications_of_several_requests_make_common_steps(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
-    engine = opened(tokenizer, tiny_model(spec))
+def test_drafts_and_verifications_of_several_requests_make_common_steps(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec))
     engine.speculate(3)
     steps = watched(engine)
     for i in range(2):
@@ -186,11 +182,9 @@ def test_drafts_and_verifications_of_several_requests_make_common_steps(
     assert max(step.tokens.size for step in steps if not step.draft and not step.prefill) == 8
 
 
-def test_what_goes_wrong_in_one_request_hurts_no_other(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
+def test_what_goes_wrong_in_one_request_hurts_no_other(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """A NaN in one row fails the step; the rows run again by themselves."""
-    model = tiny_model(spec)
+    model = make_model(spec)
     engine = opened(tokenizer, model)
     forward = engine.decoder.forward
 
@@ -216,10 +210,8 @@ def test_what_goes_wrong_in_one_request_hurts_no_other(
             assert one.tokens == alone.tokens
 
 
-def test_requests_share_the_beginning_that_is_being_answered(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
-    engine = opened(tokenizer, tiny_model(spec))
+def test_requests_share_the_beginning_that_is_being_answered(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec))
     system = prompt_of(9, 150)
     asked = [Asked(engine, [*system, *prompt_of(i, 8)]) for i in range(3)]
     while engine.running < 3:
@@ -230,10 +222,8 @@ def test_requests_share_the_beginning_that_is_being_answered(
     assert [one.cached for one in asked] == [0, 150, 150]
 
 
-def test_who_does_not_fit_waits_and_who_never_will_is_refused(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
-    engine = opened(tokenizer, tiny_model(spec), contexts=1)
+def test_who_does_not_fit_waits_and_who_never_will_is_refused(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec), contexts=1)
     most = SamplingOptions(temperature=0, max_tokens=None)
     asked = [Asked(engine, prompt_of(i, 250), most) for i in range(3)]
     for _ in range(5):
@@ -242,7 +232,7 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused(
     finish(engine)
     assert [one.end for one in asked] == ["length"] * 3
     engine = Engine(
-        ReferenceDecoder(tiny_model(spec), DecoderOptions(context=320, slots=2, pages=2)),
+        ReferenceDecoder(make_model(spec), DecoderOptions(context=320, slots=2, pages=2)),
         tokenizer, name="tiny", eos_token_ids=(),
     )  # fmt: skip
     never, small = Asked(engine, prompt_of(1, 250)), Asked(engine, prompt_of(2, 20))
@@ -251,10 +241,8 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused(
     assert small.end == "length"
 
 
-def test_a_chat_that_is_forgotten_while_it_is_answered_leaves_nothing(
-    tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
-    engine = opened(tokenizer, tiny_model(spec))
+def test_a_chat_that_is_forgotten_while_it_is_answered_leaves_nothing(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec))
     engine.parallel = 2
     prompts = [prompt_of(i, 40) for i in range(3)]
     asked = [Asked(engine, prompt, chat="gone" if i else "stays") for i, prompt in enumerate(prompts)]
@@ -268,8 +256,8 @@ def test_a_chat_that_is_forgotten_while_it_is_answered_leaves_nothing(
     assert [one.cached for one in again] == [40, 0, 0]
 
 
-def test_answers_may_be_iterated_side_by_side(tiny_model: Factory, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    engine = opened(tokenizer, tiny_model(spec))
+def test_answers_may_be_iterated_side_by_side(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    engine = opened(tokenizer, make_model(spec))
     answers = [engine.generate(prompt_of(i, 30), GREEDY) for i in range(6)]
     found: list[list[int | None]] = [[next(answer).token] for answer in answers]
     for own, answer in zip(reversed(found), reversed(answers), strict=True):
@@ -280,11 +268,9 @@ def test_answers_may_be_iterated_side_by_side(tiny_model: Factory, spec: ModelSp
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
 @pytest.mark.parametrize("contexts", [1, 2])
-def test_five_hundred_requests_leave_no_page(
-    tiny_model: Factory, tiny_spec: Factory, tokenizer: Tokenizer, kv: KVKind, contexts: int
-) -> None:
+def test_five_hundred_requests_leave_no_page(tokenizer: Tokenizer, kv: KVKind, contexts: int) -> None:
     """Random arrivals, lengths, shared beginnings, cancellations: everyone gets an end, and all pages come back."""
-    model = tiny_model(tiny_spec(vocab_size=V, max_context=1024, num_layers=1))
+    model = make_model(make_spec(vocab_size=V, max_context=1024, num_layers=1))
     engine = opened(tokenizer, model, CpuDecoder, contexts=contexts, kv=kv)
     rng = np.random.default_rng(7)
     beginnings = [prompt_of(i, 120) for i in range(3)]

@@ -16,6 +16,7 @@ from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 from runtime.kv import states as snapshots
 from runtime.kv.states import RING, SMALL_STEP, States, states_bytes
+from tests.runtime.conftest import make_model, make_spec
 from tests.runtime.engine.talking import CONTEXT, HYBRIDS, ROWS, Talk, decaying, hybrid
 
 DECODERS: dict[str, Callable[..., Any]] = {"reference": ReferenceDecoder, "cpu": CpuDecoder}
@@ -39,10 +40,8 @@ def snapshots_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("mixer", [*HYBRIDS, "shared", "latents", "streams"])
-def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, mixer: str
-) -> None:
-    model, reused = decaying(tiny_model(hybrid(tiny_spec, mixer), residual_bits=0)), 0
+def test_any_history_gives_what_a_fresh_prefill_gives(backend: str, seeds: range, mixer: str) -> None:
+    model, reused = decaying(make_model(hybrid(mixer), residual_bits=0)), 0
     for seed in seeds:
         talk = Talk(DECODERS[backend], model, seed, MEAN[backend])
         talk.run(6)
@@ -50,9 +49,9 @@ def test_any_history_gives_what_a_fresh_prefill_gives(
     assert reused > 40 * len(seeds)
 
 
-def test_drafts_are_cut_back_and_long_steps_are_not(tiny_spec: Any) -> None:
+def test_drafts_are_cut_back_and_long_steps_are_not() -> None:
     assert SMALL_STEP == LARGEST_GAMMA + 1
-    own = States(hybrid(tiny_spec), 2)
+    own = States(hybrid(), 2)
     own.begin(0, 0, 100, draft=False)
     assert (own.reach(0, 100), own.reach(0, 99)) == (100, 0)
     own.begin(0, 100, 100 + SMALL_STEP, draft=False)
@@ -69,8 +68,8 @@ def test_drafts_are_cut_back_and_long_steps_are_not(tiny_spec: Any) -> None:
         own.check(0, 120, 120 + 2 * SMALL_STEP + 1, draft=True)
 
 
-def test_a_shift_moves_what_is_recent_along(tiny_spec: Any) -> None:
-    own, rng = States(hybrid(tiny_spec), 2), np.random.default_rng(3)
+def test_a_shift_moves_what_is_recent_along() -> None:
+    own, rng = States(hybrid(), 2), np.random.default_rng(3)
     x = rng.standard_normal((9, own.shapes[0].inputs)).astype(np.float32)
     own.begin(1, 0, 9, draft=False)
     own.note(0, 1, 0, x)
@@ -78,8 +77,8 @@ def test_a_shift_moves_what_is_recent_along(tiny_spec: Any) -> None:
     assert np.array_equal(own.inputs(0, 1, RING + 7, RING + 16), x)
 
 
-def test_snapshots_are_shared_thinned_and_freed(tiny_spec: Any) -> None:
-    own = States(hybrid(tiny_spec), 2)
+def test_snapshots_are_shared_thinned_and_freed() -> None:
+    own = States(hybrid(), 2)
     for start in range(0, 2000, 64):
         own.begin(0, start, start + 64, draft=False)
     places = sorted(own._snapshots[0])
@@ -96,16 +95,16 @@ def test_snapshots_are_shared_thinned_and_freed(tiny_spec: Any) -> None:
     assert sum(own._references) == 0
 
 
-def test_layers_without_a_cache_take_no_cache_memory(tiny_model: Any, tiny_spec: Any) -> None:
+def test_layers_without_a_cache_take_no_cache_memory() -> None:
     options = DecoderOptions(kv="int4", context=CONTEXT, slots=2, max_rows=ROWS)
-    spec = hybrid(tiny_spec)
-    own, plain = (ReferenceDecoder(tiny_model(each), options) for each in (spec, tiny_spec(num_layers=1)))
+    spec = hybrid()
+    own, plain = (ReferenceDecoder(make_model(each), options) for each in (spec, make_spec(num_layers=1)))
     assert own.kv_bytes - plain.kv_bytes == states_bytes(spec, 2)
     assert states_bytes(spec, 2) > RING * 64 * 4 * 2 * 2
 
 
-def test_saved_states_that_do_not_fit_leave_the_slot_empty(tiny_model: Any, tiny_spec: Any) -> None:
-    decoder = ReferenceDecoder(tiny_model(hybrid(tiny_spec)), DecoderOptions(kv="fp16", context=CONTEXT, max_rows=ROWS))
+def test_saved_states_that_do_not_fit_leave_the_slot_empty() -> None:
+    decoder = ReferenceDecoder(make_model(hybrid()), DecoderOptions(kv="fp16", context=CONTEXT, max_rows=ROWS))
     decoder.forward(Step.of(range(3, 33), prefill=True))
     decoder.forward(Step.of([5], 30))
     pieces = [{name: np.array(x) for name, x in piece.items()} for piece in decoder.cache.export(0)]

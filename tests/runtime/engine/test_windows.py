@@ -19,7 +19,7 @@ from runtime.kv.control import KVCache
 from runtime.kv.kinds import KINDS, KVKind
 from runtime.kv.states import SMALL_STEP
 from tests.grid import QUICK_CACHES
-from tests.runtime.conftest import SHARED, STREAMS
+from tests.runtime.conftest import SHARED, STREAMS, make_model, make_spec
 from tests.runtime.engine.talking import ROWS, SLOTS, Talk
 from tests.runtime.engine.test_states import DECODERS, MEAN
 
@@ -37,8 +37,8 @@ ERRORS: dict[KVKind, float] = {"fp16": 0.0, "int8": 0.01, "int4": 0.3, "hierarch
 same where all tokens are kept; a wrong page is off by the spread."""
 
 
-def windowed(tiny_spec: Callable[..., ModelSpec], name: str) -> ModelSpec:
-    return tiny_spec(max_context=CONTEXT, **MODELS[name])
+def windowed(name: str) -> ModelSpec:
+    return make_spec(max_context=CONTEXT, **MODELS[name])
 
 
 def converse(backend: str, model: Any, seeds: Iterable[int], kv: KVKind = "fp16") -> int:
@@ -78,18 +78,16 @@ def has_released(cache: KVCache) -> bool:
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_any_history_gives_what_a_fresh_prefill_gives(
-    tiny_model: Any, tiny_spec: Any, backend: str, seeds: range, name: str
-) -> None:
-    model = tiny_model(windowed(tiny_spec, name), residual_bits=0)
+def test_any_history_gives_what_a_fresh_prefill_gives(backend: str, seeds: range, name: str) -> None:
+    model = make_model(windowed(name), residual_bits=0)
     assert converse(backend, model, seeds) > 100 * len(seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [kv for kv in ERRORS if kv != "fp16"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_so_does_every_kind_of_cache(tiny_model: Any, tiny_spec: Any, backend: str, kv: KVKind) -> None:
-    model, seeds = tiny_model(windowed(tiny_spec, "wide"), residual_bits=0), range(8 if backend == "cpu" else 5)
+def test_so_does_every_kind_of_cache(backend: str, kv: KVKind) -> None:
+    model, seeds = make_model(windowed("wide"), residual_bits=0), range(8 if backend == "cpu" else 5)
     assert converse(backend, model, seeds, kv) > 100 * len(seeds)
 
 
@@ -181,11 +179,11 @@ class Twins:
     ],
 )
 def test_logits_are_those_of_a_cache_of_all_tokens(
-    tiny_model: Any, tiny_spec: Any, monkeypatch: pytest.MonkeyPatch, kv: KVKind, backend: str, actions: int
+    monkeypatch: pytest.MonkeyPatch, kv: KVKind, backend: str, actions: int
 ) -> None:
     monkeypatch.setattr(snapshots, "SNAPSHOT_GAP", 300)  # they would keep pages that are to be kept anyway
     # Wider than the tokens in half precision of kinds that have them, so that pages are read.
-    model = tiny_model(windowed(tiny_spec, "wide" if KINDS[kv].windowed else "mixed"), residual_bits=0)
+    model = make_model(windowed("wide" if KINDS[kv].windowed else "mixed"), residual_bits=0)
     twins = Twins(DECODERS[backend], model, kv, 1, monkeypatch)
     for _ in range(actions):
         twins.act()
@@ -193,9 +191,9 @@ def test_logits_are_those_of_a_cache_of_all_tokens(
 
 
 @pytest.mark.parametrize("backend", DECODERS)
-def test_a_page_for_which_there_is_no_room_is_not_loaded(tiny_model: Any, tiny_spec: Any, backend: str) -> None:
+def test_a_page_for_which_there_is_no_room_is_not_loaded(backend: str) -> None:
     options = DecoderOptions(kv="int8", context=CONTEXT, slots=SLOTS, max_rows=ROWS, threads=1)
-    cache = DECODERS[backend](tiny_model(windowed(tiny_spec, "mixed"), residual_bits=0), options).cache
+    cache = DECODERS[backend](make_model(windowed("mixed"), residual_bits=0), options).cache
     store, random = cache.stores[1], np.random.default_rng(1)
     pages = list(range(cache.tables[1].capacity))
     store.write_pages(pages, {name: filled(x, random) for name, x in store.read_pages(pages).items()})

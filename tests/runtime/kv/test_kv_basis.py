@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,8 +12,8 @@ from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.kv.basis import KeyBasis, hadamard, hadamard_block, key_bases, key_basis
 from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
+from tests.runtime.conftest import make_model
 
-Factory = Callable[..., Any]
 DIMS = [2, 8, 40, 64, 96, 128]
 
 
@@ -58,8 +55,8 @@ def test_without_statistics_keys_are_spread_and_nothing_is_taken_off() -> None:
     assert_close(to_basis(x, torch.from_numpy(basis.reflection)).abs(), torch.full((2, 2, 64), 1 / 8), "float32")
 
 
-def test_kinds_that_are_not_turned_have_no_bases(tiny_model: Any) -> None:
-    model = tiny_model()
+def test_kinds_that_are_not_turned_have_no_bases() -> None:
+    model = make_model()
     assert key_bases(KINDS["fp16"], model) == ()
     assert [type(basis) for basis in key_bases(KINDS["int4"], model)] == [KeyBasis] * model.spec.num_layers
 

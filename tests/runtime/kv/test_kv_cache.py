@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from runtime.backends.operations.pages import dequantize_page, quantize_page
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.kinds import KINDS, PARTS, CacheKind, KVKind
 from tests.close import assert_close
+from tests.runtime.conftest import make_spec
 
-Factory = Callable[..., Any]
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 H_KV, D, LAYERS = 2, 8, 1
 SLOTS, CONTEXT, ROWS = 3, 700, 128
@@ -100,8 +99,8 @@ class Sut:
 
 
 @pytest.fixture
-def spec(tiny_spec: Factory) -> Any:
-    return tiny_spec(num_layers=LAYERS, num_heads=4, num_kv_heads=H_KV, head_dim=D, windows=(None,) * LAYERS)
+def spec() -> Any:
+    return make_spec(num_layers=LAYERS, num_heads=4, num_kv_heads=H_KV, head_dim=D, windows=(None,) * LAYERS)
 
 
 ACTIONS = st.lists(
@@ -120,10 +119,10 @@ ACTIONS = st.lists(
 @settings(max_examples=12, derandomize=True)
 @given(actions=ACTIONS)
 def test_any_sequence_of_actions_stores_what_a_plain_history_gives(
-    name: KVKind, actions: list[tuple[str, int, int, int, float]], tiny_spec: Factory
+    name: KVKind, actions: list[tuple[str, int, int, int, float]]
 ) -> None:
     shape = {"num_layers": LAYERS, "num_heads": 4, "num_kv_heads": H_KV, "head_dim": D, "windows": (None,)}
-    sut = Sut(KINDS[name], tiny_spec(**shape))
+    sut = Sut(KINDS[name], make_spec(**shape))
     for action, slot, other, rows, share in actions:
         length = sut.cache.length(slot)
         start = max(0, length - rows // 2) if action == "back" else length
@@ -233,8 +232,8 @@ def test_bytes_in_use_are_those_of_pages_and_window_tokens(name: KVKind, spec: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_sixty_four_thousand_tokens(name: KVKind, tiny_spec: Factory) -> None:
-    spec = tiny_spec(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, windows=(None,))
+def test_sixty_four_thousand_tokens(name: KVKind) -> None:
+    spec = make_spec(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, windows=(None,))
     T, rows = 65536, 4096
     cache = ReferenceCache(KINDS[name], spec, context=T, slots=1, max_rows=rows)
     x = torch.randn(2, T, 1, 8, generator=torch.Generator().manual_seed(0))

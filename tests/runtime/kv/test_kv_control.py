@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,8 @@ from runtime.errors import RequestError
 from runtime.kv.control import KVCache
 from runtime.kv.groups import page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
+from tests.runtime.conftest import make_spec
 
-Factory = Callable[..., Any]
 SLOTS, CONTEXT, ROWS = 3, 60, 7
 SIZES = {"context": CONTEXT, "slots": SLOTS, "max_rows": ROWS}
 
@@ -126,9 +125,9 @@ ACTIONS = st.lists(
 @settings(max_examples=150)
 @given(actions=ACTIONS)
 def test_any_sequence_of_actions_keeps_every_token_in_its_place(
-    name: str, actions: list[tuple[str, int, int, int, float]], tiny_spec: Factory
+    name: str, actions: list[tuple[str, int, int, int, float]]
 ) -> None:
-    sut = Sut(SMALL[name], tiny_spec())
+    sut = Sut(SMALL[name], make_spec())
     for action, slot, other, rows, share in actions:
         length = len(sut.plain[slot])
         cut = round(length * share)
@@ -151,11 +150,11 @@ def test_any_sequence_of_actions_keeps_every_token_in_its_place(
 
 
 @pytest.mark.parametrize("name", ["keep 0", "keep 4", "keep 3"])
-def test_what_is_stored_depends_on_the_tokens_alone(name: str, tiny_spec: Factory) -> None:
+def test_what_is_stored_depends_on_the_tokens_alone(name: str) -> None:
     kind = SMALL[name]
     rng = np.random.default_rng(7)
     for _ in range(20):
-        sut = Sut(kind, tiny_spec())
+        sut = Sut(kind, make_spec())
         while len(sut.plain[1]) < CONTEXT:
             sut.step({1: (len(sut.plain[1]), int(rng.integers(1, min(ROWS, CONTEXT - len(sut.plain[1])) + 1)))})
         sut.cache.trim(1, CONTEXT - 1)
@@ -165,10 +164,10 @@ def test_what_is_stored_depends_on_the_tokens_alone(name: str, tiny_spec: Factor
         assert sut.cache.table.count(1) == kind.stored_pages(CONTEXT - 1)
 
 
-def test_rolling_back_a_step_never_reopens_a_page(tiny_spec: Factory) -> None:
+def test_rolling_back_a_step_never_reopens_a_page() -> None:
     rng = np.random.default_rng(3)
     for name in ("keep 0", "keep 4", "keep 3"):
-        sut = Sut(SMALL[name], tiny_spec())
+        sut = Sut(SMALL[name], make_spec())
         while (length := len(sut.plain[0])) + ROWS <= CONTEXT:
             sut.step({0: (length, ROWS)})
             back = int(rng.integers(0, ROWS))
@@ -178,8 +177,8 @@ def test_rolling_back_a_step_never_reopens_a_page(tiny_spec: Factory) -> None:
         assert not any("r" in token for token in sut.read(0))
 
 
-def test_drafts_do_not_flush(tiny_spec: Factory) -> None:
-    sut = Sut(SMALL["keep 4"], tiny_spec())
+def test_drafts_do_not_flush() -> None:
+    sut = Sut(SMALL["keep 4"], make_spec())
     sut.step({0: (0, 7)})
     for position in range(7, 14):
         sut.step({0: (position, 1)}, flush=False)
@@ -194,9 +193,9 @@ def test_drafts_do_not_flush(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_steps_that_end_before_the_next_flush_see_what_decoding_sees(name: str, tiny_spec: Factory) -> None:
+def test_steps_that_end_before_the_next_flush_see_what_decoding_sees(name: str) -> None:
     kind = SMALL[name]
-    one, many = Sut(kind, tiny_spec()), Sut(kind, tiny_spec())
+    one, many = Sut(kind, make_spec()), Sut(kind, make_spec())
     seen = {}
     for position in range(CONTEXT):
         one.step({0: (position, 1)})
@@ -208,8 +207,8 @@ def test_steps_that_end_before_the_next_flush_see_what_decoding_sees(name: str, 
             assert {seen[position] for position in range(length, length + rows)} == {many.cache.table.count(0)}
 
 
-def test_a_partly_kept_page_comes_back_as_it_reads(tiny_spec: Factory) -> None:
-    sut = Sut(SMALL["keep 0"], tiny_spec())
+def test_a_partly_kept_page_comes_back_as_it_reads() -> None:
+    sut = Sut(SMALL["keep 0"], make_spec())
     sut.step({0: (0, 7)})
     sut.step({0: (7, 3)})
     assert sut.read(0)[:5] == ["1.q", "2.q", "3.q", "4.q", "5."]
@@ -219,12 +218,12 @@ def test_a_partly_kept_page_comes_back_as_it_reads(tiny_spec: Factory) -> None:
     assert sut.cache.exact_from(0) == 4
 
 
-def test_sharing_costs_no_pages_until_somebody_writes(tiny_spec: Factory) -> None:
+def test_sharing_costs_no_pages_until_somebody_writes() -> None:
     kind = SMALL["token-wise"]
-    sut = Sut(kind, tiny_spec())
+    sut = Sut(kind, make_spec())
     sut.step({0: (0, 6)})
     before = sut.cache.slot_bytes(0)
-    assert before == 2 * page_bytes(kind, tiny_spec())
+    assert before == 2 * page_bytes(kind, make_spec())
     sut.cache.fork(0, 1, 6)
     assert (sut.cache.slot_bytes(0), sut.cache.slot_bytes(1), sut.cache.table.used) == (before, before, 2)
     sut.plain[1] = list(sut.plain[0])
@@ -233,8 +232,8 @@ def test_sharing_costs_no_pages_until_somebody_writes(tiny_spec: Factory) -> Non
     sut.check()
 
 
-def test_impossible_steps_are_refused_before_anything_changes(tiny_spec: Factory) -> None:
-    sut = Sut(SMALL["keep 4"], tiny_spec())
+def test_impossible_steps_are_refused_before_anything_changes() -> None:
+    sut = Sut(SMALL["keep 4"], make_spec())
     sut.step({0: (0, 7)})
     bad = [
         ([0, 0], [6, 9], "consecutive"),
@@ -256,8 +255,8 @@ def test_impossible_steps_are_refused_before_anything_changes(tiny_spec: Factory
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_slot_is_lengthened_by_copies_of_its_pages(name: str, tiny_spec: Factory) -> None:
-    sut = Sut(SMALL[name], tiny_spec())
+def test_a_slot_is_lengthened_by_copies_of_its_pages(name: str) -> None:
+    sut = Sut(SMALL[name], make_spec())
     kind, store, cache = sut.kind, sut.store, sut.cache
     store.flush = lambda slot, page, rest: store.pages.__setitem__(page, [f"page {page}"])  # type: ignore[method-assign]
     for start in range(0, 16, 4):

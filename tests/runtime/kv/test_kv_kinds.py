@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS, KVKind, bytes_per_token, page_bytes, page_fields
-
-Factory = Callable[..., Any]
+from tests.runtime.conftest import make_spec
 
 # Bytes of a page of one head of 64 channels, keys and values, added up by hand.
 BY_HAND = {
@@ -33,8 +31,8 @@ def test_every_kind_has_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_pages_are_as_large_as_added_up_by_hand(name: KVKind, tiny_spec: Factory) -> None:
-    kind, spec = KINDS[name], tiny_spec(head_dim=64)
+def test_pages_are_as_large_as_added_up_by_hand(name: KVKind) -> None:
+    kind, spec = KINDS[name], make_spec(head_dim=64)
     heads = spec.num_layers * spec.num_kv_heads
     assert page_bytes(kind, spec) == heads * BY_HAND[name]
     assert bytes_per_token(kind, spec) == heads * BY_HAND[name] / kind.page
@@ -57,8 +55,8 @@ def test_outliers_are_counted_from_the_vectors_own_length() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_cache_is_its_pages_and_windows(name: KVKind, tiny_spec: Factory) -> None:
-    kind, spec = KINDS[name], tiny_spec()
+def test_a_cache_is_its_pages_and_windows(name: KVKind) -> None:
+    kind, spec = KINDS[name], make_spec()
     token = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
     window = (kind.sinks + kind.keep + kind.page + 16) * token if kind.windowed else 0
     pages = (1000 - kind.sinks - kind.keep) // kind.page if kind.windowed else -(-1000 // kind.page)

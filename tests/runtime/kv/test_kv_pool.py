@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.kv.stores import Arrays
 from tests.close import assert_close
+from tests.runtime.conftest import make_spec
 
-Factory = Callable[..., Any]
 SLOTS, CONTEXT, ROWS = 3, 700, 128
 SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
 
@@ -45,9 +44,9 @@ def contents(cache: ReferenceCache, slot: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_pool_of_one_context_serves_whoever_is_alone(kv: KVKind, tiny_spec: Factory) -> None:
+def test_a_pool_of_one_context_serves_whoever_is_alone(kv: KVKind) -> None:
     """`has_room` is never wrong, and clearing the others always makes room for all of the context."""
-    kind, spec = KINDS[kv], tiny_spec(**SHAPE)
+    kind, spec = KINDS[kv], make_spec(**SHAPE)
     cache = make(kv, spec, pages=kind.max_pages(CONTEXT))
     planned = cache_bytes(kind, spec, context=CONTEXT, slots=SLOTS, max_rows=ROWS, pages=kind.max_pages(CONTEXT))
     assert cache.store.nbytes == planned
@@ -71,9 +70,9 @@ def test_a_pool_of_one_context_serves_whoever_is_alone(kv: KVKind, tiny_spec: Fa
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4", "kivi2"])
-def test_without_room_a_step_is_refused(kv: KVKind, tiny_spec: Factory) -> None:
+def test_without_room_a_step_is_refused(kv: KVKind) -> None:
     kind = KINDS[kv]
-    cache = make(kv, tiny_spec(**SHAPE), pages=4)
+    cache = make(kv, make_spec(**SHAPE), pages=4)
     fill(cache, 0, kind.sinks + 4 * kind.page - 6)
     assert not cache.has_room(1, 700)
     with pytest.raises(OutOfMemoryError, match="all 4 pages"):
@@ -85,8 +84,8 @@ def test_without_room_a_step_is_refused(kv: KVKind, tiny_spec: Factory) -> None:
 
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("length", [1, 127, 128, 385, 700])
-def test_what_left_a_cache_comes_back_as_it_was(kv: KVKind, length: int, tiny_spec: Factory) -> None:
-    spec = tiny_spec(**SHAPE)
+def test_what_left_a_cache_comes_back_as_it_was(kv: KVKind, length: int) -> None:
+    spec = make_spec(**SHAPE)
     source, target = make(kv, spec), make(kv, spec)
     fill(source, 1, length)
     fill(target, 0, 200, seed=1)
@@ -104,8 +103,8 @@ def test_what_left_a_cache_comes_back_as_it_was(kv: KVKind, length: int, tiny_sp
 
 
 @pytest.mark.parametrize("kv", ["fp16", "hierarchical"])
-def test_pieces_that_do_not_belong_there_leave_the_slot_empty(kv: KVKind, tiny_spec: Factory) -> None:
-    spec = tiny_spec(**SHAPE)
+def test_pieces_that_do_not_belong_there_leave_the_slot_empty(kv: KVKind) -> None:
+    spec = make_spec(**SHAPE)
     source, target = make(kv, spec), make(kv, spec)
     fill(source, 0, 600)
     paged = source.paged_length(0)

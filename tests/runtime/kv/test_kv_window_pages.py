@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from runtime.kv.groups import cache_bytes, live_pages, page_groups
 from runtime.kv.kinds import KINDS, CacheKind, page_bytes
 from runtime.kv.pages import WindowTable
 from runtime.kv.stores import chunks
+from tests.runtime.conftest import make_spec
 from tests.runtime.engine.nowhere import Nowhere
 from tests.runtime.kv.test_kv_control import ROWS, SMALL, ListStore
 
-Factory = Callable[..., Any]
 SLOTS, CONTEXT, SLACK = 3, 150, 4
 WINDOWS = (None, 6, 11, 6)
 SIZES = {"context": CONTEXT, "slots": SLOTS, "max_rows": ROWS}
@@ -148,8 +148,8 @@ ACTIONS = st.lists(
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
-def test_whatever_happens_a_row_finds_what_it_reads(name: str, actions: list[Action], tiny_spec: Factory) -> None:
-    run(Mixed(SMALL[name], tiny_spec(num_layers=4, windows=WINDOWS)), actions)
+def test_whatever_happens_a_row_finds_what_it_reads(name: str, actions: list[Action]) -> None:
+    run(Mixed(SMALL[name], make_spec(num_layers=4, windows=WINDOWS)), actions)
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_whatever_happens_a_row_finds_what_it_reads(name: str, actions: list[Act
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
-def test_whatever_happens_often_a_row_finds_what_it_reads(name: str, actions: list[Action], tiny_spec: Factory) -> None:
-    run(Mixed(SMALL[name], tiny_spec(num_layers=4, windows=WINDOWS)), actions)
+def test_whatever_happens_often_a_row_finds_what_it_reads(name: str, actions: list[Action]) -> None:
+    run(Mixed(SMALL[name], make_spec(num_layers=4, windows=WINDOWS)), actions)
 
 
 def run(mixed: Mixed, actions: list[Action]) -> None:
@@ -191,8 +191,8 @@ def run(mixed: Mixed, actions: list[Action]) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", ["token-wise", "sinks 8", "keep 4"])
-def test_a_slot_goes_back_a_little_and_to_where_prompts_began(name: str, tiny_spec: Factory) -> None:
-    mixed = Mixed(SMALL[name], tiny_spec(num_layers=4, windows=WINDOWS))
+def test_a_slot_goes_back_a_little_and_to_where_prompts_began(name: str) -> None:
+    mixed = Mixed(SMALL[name], make_spec(num_layers=4, windows=WINDOWS))
     for start in range(0, 30, 5):
         mixed.step(0, start, 5)  # a prompt
     for start in range(30, 100):
@@ -216,8 +216,8 @@ def test_a_slot_goes_back_a_little_and_to_where_prompts_began(name: str, tiny_sp
 
 
 @pytest.mark.usefixtures("small")
-def test_snapshots_go_when_pages_are_needed(tiny_spec: Factory) -> None:
-    mixed = Mixed(SMALL["token-wise"], tiny_spec(num_layers=4, windows=WINDOWS))
+def test_snapshots_go_when_pages_are_needed() -> None:
+    mixed = Mixed(SMALL["token-wise"], make_spec(num_layers=4, windows=WINDOWS))
     for start in range(0, CONTEXT - ROWS, ROWS):
         for slot in range(SLOTS):
             mixed.step(slot, start, ROWS)
@@ -230,11 +230,11 @@ def test_snapshots_go_when_pages_are_needed(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
+def test_a_page_that_no_row_reads_goes_at_once() -> None:
     """A long step leaves more tokens to flush than the next one reads."""
     kind, rows = SMALL["keep 0"], 40
     sizes = {**SIZES, "max_rows": rows}
-    spec = tiny_spec(num_layers=2, windows=(None, 6))
+    spec = make_spec(num_layers=2, windows=(None, 6))
     (whole, group) = page_groups(kind, spec, **sizes)
     cache = KVCache(kind, spec, {whole: Nowhere(), group: Nowhere()}, **sizes)
     for start in (0, rows, 2 * rows):
@@ -245,8 +245,8 @@ def test_a_page_that_no_row_reads_goes_at_once(tiny_spec: Factory) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
-    kind, spec = SMALL["token-wise"], tiny_spec(num_layers=2, windows=(6, 6))
+def test_windows_alone_always_have_room() -> None:
+    kind, spec = SMALL["token-wise"], make_spec(num_layers=2, windows=(6, 6))
     (group,) = page_groups(kind, spec, **SIZES)
     cache = KVCache(kind, spec, {group: ListStore(kind, group.pages)}, **SIZES)
     for start in range(0, CONTEXT - ROWS, ROWS):
@@ -260,9 +260,9 @@ def test_windows_alone_always_have_room(tiny_spec: Factory) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens"), [("token-wise", 8), ("keep 0", 12), ("keep 0", 60), ("sinks 5, keep 3", 60)]
 )
-def test_a_slot_is_lengthened_by_what_is_read_next(name: str, tokens: int, tiny_spec: Factory) -> None:
+def test_a_slot_is_lengthened_by_what_is_read_next(name: str, tokens: int) -> None:
     kind = SMALL[name]
-    mixed = Mixed(kind, tiny_spec(num_layers=4, windows=WINDOWS))
+    mixed = Mixed(kind, make_spec(num_layers=4, windows=WINDOWS))
     for start in range(0, tokens, 4):
         mixed.step(0, start, 4)
         mixed.step(1, start, 4)
@@ -279,37 +279,37 @@ def test_a_slot_is_lengthened_by_what_is_read_next(name: str, tokens: int, tiny_
     mixed.check(1)
 
 
-def test_windows_that_save_little_keep_all_tokens(tiny_spec: Factory) -> None:
+def test_windows_that_save_little_keep_all_tokens() -> None:
     kind = KINDS["int4"]
-    spec = tiny_spec(num_layers=3, windows=(512, 4096, 512))
+    spec = make_spec(num_layers=3, windows=(512, 4096, 512))
     assert [group.window for group in page_groups(kind, spec, context=8192, slots=1, max_rows=128)] == [None, 512]
     assert [group.window for group in page_groups(kind, spec, context=32768, slots=1, max_rows=128)] == [512, 4096]
     assert [group.window for group in page_groups(kind, spec, context=512, slots=1, max_rows=128)] == [None]
-    plain = tiny_spec(num_layers=3, windows=(None,) * 3)
+    plain = make_spec(num_layers=3, windows=(None,) * 3)
     assert [group.layers for group in page_groups(kind, plain, context=8192, slots=4, max_rows=128)] == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_cache_takes_what_its_groups_say(kv: Any, tiny_spec: Factory) -> None:
+def test_a_cache_takes_what_its_groups_say(kv: Any) -> None:
     kind, sizes = KINDS[kv], {"context": 8192, "slots": 2, "max_rows": 128}
-    spec = tiny_spec(num_layers=3, windows=(None, 512, 512))
-    whole = cache_bytes(kind, tiny_spec(num_layers=3, windows=(None,) * 3), **sizes)
+    spec = make_spec(num_layers=3, windows=(None, 512, 512))
+    whole = cache_bytes(kind, make_spec(num_layers=3, windows=(None,) * 3), **sizes)
     full, windowed = page_groups(kind, spec, **sizes)
     saved = (full.pages - windowed.pages) * page_bytes(kind, spec, windowed.layers)
     assert cache_bytes(kind, spec, **sizes) == whole - saved
     assert windowed.pages < full.pages / 2
 
 
-def test_a_shared_cache_is_kept_for_the_furthest_reader(tiny_spec: Factory) -> None:
+def test_a_shared_cache_is_kept_for_the_furthest_reader() -> None:
     mixers = ("attention", "attention", "shared", "shared")
-    spec = tiny_spec(num_layers=4, mixers=mixers, windows=(None, 64, 128, None))
+    spec = make_spec(num_layers=4, mixers=mixers, windows=(None, 64, 128, None))
     found = page_groups(KINDS["fp16"], spec, context=8192, slots=1, max_rows=64)
     assert [(group.layers, group.window) for group in found] == [((0,), None), ((1,), 128)]
 
 
 @pytest.mark.usefixtures("small")
-def test_saved_pages_that_lack_one_are_refused(tiny_spec: Factory) -> None:
-    mixed = Mixed(SMALL["token-wise"], tiny_spec(num_layers=4, windows=WINDOWS))
+def test_saved_pages_that_lack_one_are_refused() -> None:
+    mixed = Mixed(SMALL["token-wise"], make_spec(num_layers=4, windows=WINDOWS))
     for start in range(0, 98, 7):
         mixed.step(0, start, 7)
     pieces = [{name: array.copy() for name, array in piece.items()} for piece in mixed.cache.export(0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from runtime.load import plan as planning
 from runtime.load.memory import buffer_bytes
 from runtime.load.plan import Candidate, LoadOptions, LoadPlan, plan_load
 from tests.models.gguf.making import random_model, write_gguf
+from tests.runtime.conftest import make_model, make_spec
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo
 
@@ -38,40 +38,36 @@ def options(**changes: Any) -> DecoderOptions:
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
-def test_a_backend_is_chosen_with_a_reason(tiny_model: Callable[..., Any], backend: str) -> None:
-    decoder, reason = planning.open_decoder(tiny_model(), options(), backend)
+def test_a_backend_is_chosen_with_a_reason(backend: str) -> None:
+    decoder, reason = planning.open_decoder(make_model(), options(), backend)
     assert decoder.backend == ("reference" if backend == "reference" else "cpu")
     assert "backend" in reason
     decoder.close()
 
 
-def test_auto_falls_back_to_the_reference_and_says_why(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_falls_back_to_the_reference_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def unable(model: Weights, options: DecoderOptions, progress: object) -> Decoder:
         raise BackendError("no compiler for this processor")
 
     monkeypatch.setattr(backend("cpu"), "open", unable)
-    decoder, reason = planning.open_decoder(tiny_model(), options(), "auto")
+    decoder, reason = planning.open_decoder(make_model(), options(), "auto")
     assert decoder.backend == "reference"
     assert "no compiler for this processor" in reason
     with pytest.raises(BackendError, match="no compiler"):
-        planning.open_decoder(tiny_model(), options(), "cpu")
+        planning.open_decoder(make_model(), options(), "cpu")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "runtime.backends.cpu.decoder", None)
-    decoder, reason = planning.open_decoder(tiny_model(), options())
+    decoder, reason = planning.open_decoder(make_model(), options())
     assert decoder.backend == "reference"
     assert "cannot be built" in reason
 
 
-def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
-    tiny_spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a card, it takes mixtures of experts; what a backend there refuses goes to the CPU."""
     mixture = MixtureSpec(experts=4, chosen=2, width=32, normalized=True)
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=1 << 20)
     model: Any = SimpleNamespace(
-        spec=tiny_spec(mixture=mixture),
+        spec=make_spec(mixture=mixture),
         info=SimpleNamespace(summary=summary),
         recipe=Recipe(),
         path=Path(),
@@ -81,7 +77,7 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
     there = Presence(usable=True, reason="there is a card", memory=memory)
     monkeypatch.setattr(backend("triton"), "probe", lambda: there)
     for taken in (mixture, replace(mixture, bias=True), replace(mixture, parallel_mlp=True)):
-        model.spec = tiny_spec(mixture=taken)
+        model.spec = make_spec(mixture=taken)
         assert plan_load(model, LoadOptions(compensation=Compensation(k_chunk=0))).backend.name == "triton"
 
     def refused(*_: Any, **__: Any) -> Any:
@@ -95,10 +91,8 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(
 
 
 @pytest.mark.parametrize(("name", "least"), [("cpu", 1000), ("reference", 4 * 64 * 2 * 64)])
-def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(
-    name: str, least: int, tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any]
-) -> None:
-    spec = tiny_spec(max_context=512)
+def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(name: str, least: int) -> None:
+    spec = make_spec(max_context=512)
     summary = SimpleNamespace(gpu_bytes=1 << 20, residual_bytes=0)
     block = SimpleNamespace(spec=mtp_spec(spec))
     model: Any = SimpleNamespace(
@@ -109,7 +103,7 @@ def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(
     assert planned.memory.weight_bytes >= without.memory.weight_bytes + least
     rows, slots = planned.options.max_rows, planned.options.slots
     options = DecoderOptions(context=512, slots=slots, max_rows=rows, mtp=True)
-    decoder = planning.open_decoder(tiny_model(spec, mtp=True), options, name)[0]
+    decoder = planning.open_decoder(make_model(spec, mtp=True), options, name)[0]
     held = decoder.mtp.kv_bytes  # type: ignore[attr-defined]
     cache = planned.memory.mtp_bytes - buffer_bytes(block.spec, 512, rows)
     assert cache <= held < 1.5 * cache, "records of so small heads are padded"
@@ -117,10 +111,8 @@ def test_a_block_that_predicts_further_tokens_is_planned_if_it_may_draft(
     decoder.close()
 
 
-def test_an_answer_ends_where_the_model_or_its_tokenizer_says(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any]
-) -> None:
-    model = tiny_model(tiny_spec(eos_token_ids=(77,)))
+def test_an_answer_ends_where_the_model_or_its_tokenizer_says() -> None:
+    model = make_model(make_spec(eos_token_ids=(77,)))
     model.tokenizer_path = demo_path()
     engine = planning.open_engine(model, options(), "reference")
     assert engine.tokenizer.eos_token_id not in (None, 77)
@@ -128,12 +120,12 @@ def test_an_answer_ends_where_the_model_or_its_tokenizer_says(
     engine.close()
 
 
-def test_what_cannot_be_opened_is_refused(tiny_model: Callable[..., Any]) -> None:
+def test_what_cannot_be_opened_is_refused() -> None:
     with pytest.raises(BackendError, match="triton, shared, cpu, reference"):
-        planning.open_decoder(tiny_model(), options(), "metal")
+        planning.open_decoder(make_model(), options(), "metal")
     for context in (0, 129):
         with pytest.raises(RequestError, match="context"):
-            planning.open_decoder(tiny_model(), options(context=context))
+            planning.open_decoder(make_model(), options(context=context))
 
 
 KINDS_OF_LAYERS = ("qkv", "o", "gate_up", "down", "head")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from runtime.measure.evaluate import full_precision_perplexity, negative_log_lik
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Detokenizer, Tokenizer
 from tests.grid import grid
+from tests.runtime.conftest import make_model
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 96, 57)]
 
@@ -85,8 +85,8 @@ def by_definition(model: Any, window: int, stride: int, **options: Any) -> tuple
 
 @pytest.mark.parametrize(("window", "stride"), [(64, 64), (16, 8), (16, 16), (5, 1), (7, 5)])
 @pytest.mark.parametrize("max_rows", grid([3, 128], {3}))
-def test_perplexity_is_the_definition(tiny_model: Callable[..., Any], window: int, stride: int, max_rows: int) -> None:
-    model = tiny_model(bits=3)
+def test_perplexity_is_the_definition(window: int, stride: int, max_rows: int) -> None:
+    model = make_model(bits=3)
     expected, count = by_definition(model, window, stride, k_chunk=64)
     decoder = ReferenceDecoder(model, DecoderOptions(context=64, max_rows=max_rows, k_chunk=64))
     reports: list[Progress] = []
@@ -129,8 +129,8 @@ def chat_by_definition(model: Any, window: int, stride: int, max_rows: int) -> t
 
 @pytest.mark.parametrize(("window", "stride"), [(64, 64), (16, 8), (16, 5), (5, 1), (2, 1)])
 @pytest.mark.parametrize("max_rows", grid([3, 128], {3}))
-def test_as_a_chat_too(tiny_model: Callable[..., Any], window: int, stride: int, max_rows: int) -> None:
-    model = tiny_model(bits=3)
+def test_as_a_chat_too(window: int, stride: int, max_rows: int) -> None:
+    model = make_model(bits=3)
     expected, count = chat_by_definition(model, window, stride, max_rows)
     decoder = ReferenceDecoder(model, DecoderOptions(context=64, max_rows=max_rows, k_chunk=64))
     result = perplexity(decoder, TOKENS, window, stride, as_chat=True)
@@ -138,9 +138,9 @@ def test_as_a_chat_too(tiny_model: Callable[..., Any], window: int, stride: int,
     assert result.nll_sum == pytest.approx(expected, rel=1e-4)
 
 
-def test_as_a_chat_steps_are_those_of_the_engine(tiny_model: Callable[..., Any]) -> None:
+def test_as_a_chat_steps_are_those_of_the_engine() -> None:
     """A prompt is prefilled, and an answer decoded, by the very steps that the engine asks the decoder for."""
-    model = tiny_model(bits=3)
+    model = make_model(bits=3)
 
     class Recorder(ReferenceDecoder):
         steps: list[Step]
@@ -175,9 +175,9 @@ def test_as_a_chat_steps_are_those_of_the_engine(tiny_model: Callable[..., Any])
             assert np.array_equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
 
 
-def test_recall_is_reported_where_it_is_measured(tiny_model: Callable[..., Any]) -> None:
+def test_recall_is_reported_where_it_is_measured() -> None:
     options = DecoderOptions(context=64, k_chunk=64, measure_recall=True)
-    result = perplexity(ReferenceDecoder(tiny_model(), options), TOKENS, 32, 16)
+    result = perplexity(ReferenceDecoder(make_model(), options), TOKENS, 32, 16)
     assert result.recall is not None
     assert 0 < result.recall < 1
 
@@ -203,8 +203,8 @@ class Full:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_windows_begin_as_their_text_does(tiny_model: Callable[..., Any], full: bool) -> None:
-    model = tiny_model(bits=3)
+def test_windows_begin_as_their_text_does(full: bool) -> None:
+    model = make_model(bits=3)
     begin = model.spec.bos_token_id
 
     def losses(tokens: list[int]) -> tuple[float, ...]:
@@ -218,8 +218,8 @@ def test_windows_begin_as_their_text_does(tiny_model: Callable[..., Any], full: 
     assert begun[1] != pytest.approx(other[1], rel=1e-3)
 
 
-def test_full_precision_is_what_full_compensation_approaches(tiny_model: Callable[..., Any]) -> None:
-    model = tiny_model(bits=3)
+def test_full_precision_is_what_full_compensation_approaches() -> None:
+    model = make_model(bits=3)
     full = full_precision_perplexity(Full(model), TOKENS, 32, 16)
     losses = []
     for k_chunk in (0, 1024):
@@ -233,8 +233,8 @@ def test_full_precision_is_what_full_compensation_approaches(tiny_model: Callabl
     assert losses[1] < 0.2 * losses[0]
 
 
-def test_what_cannot_be_evaluated_is_refused(tiny_model: Callable[..., Any]) -> None:
-    decoder = ReferenceDecoder(tiny_model(), DecoderOptions(context=16))
+def test_what_cannot_be_evaluated_is_refused() -> None:
+    decoder = ReferenceDecoder(make_model(), DecoderOptions(context=16))
     with pytest.raises(RequestError, match="more than the context"):
         perplexity(decoder, TOKENS, 32, 16)
     with pytest.raises(RequestError, match="vocabulary"):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.errors import Cancelled, ContextOverflowError, RequestError
 from runtime.kv.kinds import KINDS, KVKind, bytes_per_token
 from runtime.measure.speed import Speed, default_lengths, measure, measure_at, peak_memory_bytes
+from tests.runtime.conftest import make_model
 from tests.runtime.engine.talking import hybrid
 
 
@@ -29,7 +29,6 @@ class ScriptedDecoder:
         self,
         *,
         context: int = 64,
-        max_rows: int = 8,
         windows: tuple[int | None, ...] = (None, None),
         kv: KVKind = "fp16",
     ) -> None:
@@ -47,7 +46,7 @@ class ScriptedDecoder:
             rope=RopeSpec(rotary_dim=8),
             windows=windows,
         )
-        self.options = DecoderOptions(context=context, max_rows=max_rows, kv=kv)
+        self.options = DecoderOptions(context=context, max_rows=8, kv=kv)
         self.kv_bytes = 0
         self.steps: list[Step] = []
 
@@ -178,9 +177,9 @@ def test_peak_memory_is_plausible() -> None:
 
 
 @pytest.mark.parametrize("tokens", [20, 92])
-def test_models_with_states_are_measured_at_a_length(tiny_model: Any, tiny_spec: Any, tokens: int) -> None:
+def test_models_with_states_are_measured_at_a_length(tokens: int) -> None:
     """A state cannot go back to where its first step began; 92 tokens leave no room for warm ones."""
-    decoder = ReferenceDecoder(tiny_model(hybrid(tiny_spec)), DecoderOptions(context=96, max_rows=32))
+    decoder = ReferenceDecoder(make_model(hybrid()), DecoderOptions(context=96, max_rows=32))
     found = measure_at(decoder, tokens=tokens, decode_tokens=4)
     assert (found.tokens, found.decode_tokens) == (tokens, 4)
     assert decoder.cache.length(0) == min(96, tokens + 3 + 4)

@@ -33,9 +33,9 @@ def answered_in(schema: dict[str, Any]) -> bytes:
     return json.dumps(body(response_format=form)).encode()
 
 
-def deep_schema(levels: int = 60) -> dict[str, Any]:
+def deep_schema() -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(levels):
+    for _ in range(60):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     return schema
 

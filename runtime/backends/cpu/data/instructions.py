@@ -25,8 +25,8 @@ BYTE: Final = 8
 FIVE: Final = 5
 SIX: Final = 6
 """Bits of codes that are stored in two planes, of four bits and of one or two."""
-NO_MINIMUMS, MINIMUMS, TWO_LEVELS, FLOATS, FLOATS_8 = range(5)
-"""Forms of a matrix without codebooks."""
+UNIFORM, MINIMUMS, TWO_LEVELS, FLOATS, FLOATS_8, CODEBOOK, TRELLIS, PER_TOKEN = range(8)
+"""Forms of a matrix (`runtime.backends.cpu.tiles`); the last is multiplied in whole numbers."""
 EXACT_KINDS: Final = ("f16", "bf16", "f32")
 """Types of full-precision weights, by number."""
 WHOLE_BITS: Final = 4
@@ -192,19 +192,15 @@ class Weights(NamedTuple):
 
     codes: int  # address of the first tile
     scales: int  # float16
-    zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis; see `minimums`
+    zeros: int  # uint8; 0 with codebooks and at 8 bits, a line of zeros with a trellis; with minimums, their negatives
     codebooks: int  # int8; 0 where the matrix is uniform
     bits: int  # 3, 4, 5, 6 or 8; 2 as well with a trellis
     tiles: int  # number of tiles of 16 output channels
     blocks: int  # number of blocks of 32 input channels
     groups: int  # groups of the activations, and of uniform weights
     group_blocks: int  # blocks of a group; 0: two groups in a block
-    group_scales: int = 0
-    """uint8, for matrices in integer arithmetic, whose `zeros` include this factor. 0: other matrices."""
-    trellis: bool = False  # whether codes are streams of a trellis, and activations rotated
-    minimums: int = NO_MINIMUMS
-    """`MINIMUMS`: `zeros` are negative minimums of groups, float16. `TWO_LEVELS`, `FLOATS`, `FLOATS_8`: see
-    `runtime.backends.cpu.tiles`."""
+    group_scales: int = 0  # uint8, of the form `PER_TOKEN`, whose `zeros` include this factor; 0: other forms
+    form: int = UNIFORM  # `UNIFORM` or another
 
 
 class Residual(NamedTuple):
@@ -316,16 +312,15 @@ class GateExperts(NamedTuple):
 class ExpertSizes(NamedTuple):
     """What the matrices of a block's experts have in common."""
 
-    bits: int  # as of `Weights`, and so the next four
+    bits: int  # as of `Weights`, and so the next five
     tiles: int
     blocks: int
     groups: int
     group_blocks: int
-    minimums: int = NO_MINIMUMS  # as of `Weights`
+    form: int = UNIFORM
     residual_bits: int = 0  # as of `Residual`, and so the next two
     stride: int = 0
     rows: int = 0
-    trellis: bool = False  # as of `Weights`
 
 
 class Experts(NamedTuple):

@@ -296,6 +296,11 @@ def unit(module: str, name: str) -> Unit:
 def compiled_unit(function: Callable[..., None]) -> Unit:
     """Decorator that makes a function a unit."""
     assert function.__qualname__ == function.__name__, "what encloses a function can make two of one source"
-    found = unit(function.__module__, function.__name__)
+    return made_unit(function.__name__, function)
+
+
+def made_unit(name: str, function: Callable[..., None]) -> Unit:
+    """A unit of a function that another one made, under a name that tells it from others of the same source."""
+    found = unit(function.__module__, name)
     found.define(function)
     return found

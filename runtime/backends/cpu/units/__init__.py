@@ -36,40 +36,34 @@ ROUTING = {
 }
 """The same of a mixture of experts."""
 EXPERTS = {
-    op.NO_MINIMUMS: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 5, 8)},
+    op.UNIFORM: {bits: _named(f"units.experts.multiply_experts_{bits}") for bits in (3, 4, 5, 8)},
     op.MINIMUMS: {bits: _named(f"units.experts.multiply_experts_minimums_{bits}") for bits in (4, 5)},
     op.TWO_LEVELS: {bits: _named(f"units.experts.multiply_experts_two_levels_{bits}") for bits in (4, 6)},
     op.FLOATS: {4: _named("units.experts.multiply_experts_floats")},
     op.FLOATS_8: {8: _named("units.experts.multiply_experts_floats_8")},
+    op.TRELLIS: {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)},
 }
-"""Products with experts, by the form and the bits of their matrices; those of trellises by their bits."""
-TRELLIS_EXPERTS = {bits: _named(f"units.experts.multiply_trellis_experts_{bits}") for bits in (2, 3, 4)}
+"""Products with experts, by the form and the bits of their matrices."""
 SHARE_EXPERTS = {bits: _named(f"units.experts.share_experts_{bits}") for bits in (2, 4, 8, 16)}
 """Compensation of an expert's rows by channels that they share, by the residuals' bits."""
 norm_inplace = _named("units.inputs.norm_inplace")
 """Norms whose results stay in float32."""
-UNIFORM = {
-    3: _named("units.products.multiply_uniform_3"),
-    4: _named("units.products.multiply_uniform_4"),
-    5: _named("units.products.multiply_uniform_5"),
-    8: _named("units.products.multiply_uniform_8"),
+PRODUCTS = {
+    op.UNIFORM: {
+        3: _named("units.products.multiply_uniform_3"),
+        4: _named("units.products.multiply_uniform_4"),
+        5: _named("units.products.multiply_uniform_5"),
+        8: _named("units.products.multiply_uniform_8"),
+    },
+    op.MINIMUMS: {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)},
+    op.TWO_LEVELS: {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)},
+    op.FLOATS: {4: _named("units.products.multiply_floats")},
+    op.FLOATS_8: {8: _named("units.products.multiply_floats_8")},
+    op.CODEBOOK: {bits: _named(f"units.products.multiply_codebook_{bits}") for bits in (3, 4)},
+    op.TRELLIS: {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)},
+    op.PER_TOKEN: {4: _named("units.w4a8.multiply_w4a8")},
 }
-"""Products with matrices, by their bits; so are the next."""
-MINIMUMS = {bits: _named(f"units.products.multiply_minimums_{bits}") for bits in (4, 5)}
-FLOATS = {4: _named("units.products.multiply_floats")}
-FLOATS_8 = {8: _named("units.products.multiply_floats_8")}
-TWO_LEVELS = {bits: _named(f"units.products.multiply_two_levels_{bits}") for bits in (4, 6)}
-BY_FORM = {
-    op.NO_MINIMUMS: UNIFORM,
-    op.MINIMUMS: MINIMUMS,
-    op.TWO_LEVELS: TWO_LEVELS,
-    op.FLOATS: FLOATS,
-    op.FLOATS_8: FLOATS_8,
-}
-"""All of these, by their form."""
-CODEBOOK = {3: _named("units.products.multiply_codebook_3"), 4: _named("units.products.multiply_codebook_4")}
-TRELLIS = {bits: _named(f"units.products.multiply_trellis_{bits}") for bits in (2, 3, 4)}
-W4A8 = {4: _named("units.w4a8.multiply_w4a8")}
+"""Products with matrices, by their form and bits."""
 REPACK_UNIFORM = {
     3: _named("units.repacking.repack_uniform_3"),
     **dict.fromkeys((4, op.FIVE, op.SIX), _named("units.repacking.repack_uniform_4")),
@@ -127,12 +121,8 @@ _CORRECTED_PAGES = {
 
 
 def product_unit(weights: op.Weights) -> Unit:
-    """The unit of products with a matrix."""
-    if weights.trellis:
-        return TRELLIS[weights.bits]
-    if weights.group_scales or weights.codebooks:
-        return (W4A8 if weights.group_scales else CODEBOOK)[weights.bits]
-    return BY_FORM[weights.minimums][weights.bits]
+    """The unit of a matrix's products."""
+    return PRODUCTS[weights.form][weights.bits]
 
 
 def page_unit(form: int, rank: int) -> Unit | None:

@@ -33,7 +33,7 @@ from runtime.backends.cpu.kernels.views import (
     share_of,
 )
 from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
-from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit, made_unit
 from runtime.backends.cpu.machine.vector import get_float, get_int, set_float
 from runtime.kv import kinds
 
@@ -263,44 +263,26 @@ def _pages(attention: Attention) -> Any:
     return attend_pages
 
 
-_attend_2, _attend_4, _attend_8, _attend_planes = map(_pages, (packed_2, packed_4, packed_8, packed_planes))
-_attend_corrected_2, _attend_corrected_4 = _pages(corrected_2), _pages(corrected_4)
+def _pages_unit(name: str, attend_pages: Any) -> Unit:
+    """The unit that attends to the pages of a work item of the ATTEND instruction at address i."""
+
+    def attend(i: int, control: int, number: int, scratch: int) -> None:
+        attend_pages(i, control, number, scratch)
+
+    return made_unit(name, attend)
 
 
-@compiled_unit
-def pages_2(i: int, control: int, number: int, scratch: int) -> None:
-    """Attend to the pages of a work item of the ATTEND instruction at address i: codes of 2 bits."""
-    _attend_2(i, control, number, scratch)
-
-
-@compiled_unit
-def pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for codes of 4 bits."""
-    _attend_4(i, control, number, scratch)
-
-
-@compiled_unit
-def pages_8(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for codes of 8 bits."""
-    _attend_8(i, control, number, scratch)
+_attend_4, _attend_planes = _pages(packed_4), _pages(packed_planes)
+pages_2, pages_4 = _pages_unit("pages_2", _pages(packed_2)), _pages_unit("pages_4", _attend_4)
+pages_8 = _pages_unit("pages_8", _pages(packed_8))
+corrected_pages_2 = _pages_unit("corrected_pages_2", _pages(corrected_2))
+corrected_pages_4 = _pages_unit("corrected_pages_4", _pages(corrected_4))
 
 
 @compiled_unit
 def pages_planes(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for two planes of 4 bits, of which a draft reads only the upper, but in sensitive layers."""
+    """The same unit for two planes of 4 bits, of which a draft reads only the upper, but in sensitive layers."""
     if parameters_at(control).draft != 0 and get_int(attend_at(i).exact) == 0:
         _attend_4(i, control, number, scratch)
     else:
         _attend_planes(i, control, number, scratch)
-
-
-@compiled_unit
-def corrected_pages_2(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for codes of 2 bits with GEAR's corrections."""
-    _attend_corrected_2(i, control, number, scratch)
-
-
-@compiled_unit
-def corrected_pages_4(i: int, control: int, number: int, scratch: int) -> None:
-    """The same for codes of 4 bits with GEAR's corrections."""
-    _attend_corrected_4(i, control, number, scratch)

@@ -63,7 +63,7 @@ from runtime.backends.cpu.kernels.views import (
     tiles_of_line,
 )
 from runtime.backends.cpu.machine.kernel import call_5, kernel
-from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit, made_unit
 from runtime.backends.cpu.machine.vector import (
     add,
     exp,
@@ -86,33 +86,20 @@ from runtime.backends.cpu.units.products import (
     NO_COMPENSATION,
     Compensation,
     compensate_row,
-    one_3,
-    one_4,
-    one_5,
-    one_8,
-    one_floats,
-    one_floats_8,
-    one_minimums_4,
-    one_minimums_5,
-    one_trellis_2,
-    one_trellis_3,
-    one_trellis_4,
-    one_two_levels_4,
-    one_two_levels_6,
-    several_3,
-    several_4,
-    several_5,
-    several_8,
-    several_floats,
-    several_floats_8,
-    several_minimums_4,
-    several_minimums_5,
-    several_trellis_2,
-    several_trellis_3,
-    several_trellis_4,
-    several_two_levels_4,
-    several_two_levels_6,
+    floats,
+    floats_8,
+    minimums_4,
+    minimums_5,
     share_rows,
+    trellis_2,
+    trellis_3,
+    trellis_4,
+    two_levels_4,
+    two_levels_6,
+    uniform_3,
+    uniform_4,
+    uniform_5,
+    uniform_8,
 )
 from runtime.backends.cpu.units.selection import MADE_BEFORE, choose
 
@@ -468,115 +455,42 @@ def _add_to_rows(of: Experts, number: int, start: int, stop: int) -> None:
             store_floats(at, add(load_floats(at), found))
 
 
-@compiled_unit
-def multiply_experts_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: uniform codes of 3 bits."""
-    _multiply(one_3, several_3, i, control, part, parts, scratch)
+def _experts(name: str, products: tuple[Any, Any]) -> Unit:
+    """A unit of EXPERTS instructions, with the products of one form of matrices."""
+    one_row, several_rows = products
+
+    def multiply(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+        _multiply(one_row, several_rows, i, control, part, parts, scratch)
+
+    return made_unit(name, multiply)
 
 
-@compiled_unit
-def multiply_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: uniform codes of 4 bits."""
-    _multiply(one_4, several_4, i, control, part, parts, scratch)
+multiply_experts_3 = _experts("multiply_experts_3", uniform_3)
+multiply_experts_4 = _experts("multiply_experts_4", uniform_4)
+multiply_experts_5 = _experts("multiply_experts_5", uniform_5)
+multiply_experts_8 = _experts("multiply_experts_8", uniform_8)
+multiply_experts_minimums_4 = _experts("multiply_experts_minimums_4", minimums_4)
+multiply_experts_minimums_5 = _experts("multiply_experts_minimums_5", minimums_5)
+multiply_experts_two_levels_4 = _experts("multiply_experts_two_levels_4", two_levels_4)
+multiply_experts_two_levels_6 = _experts("multiply_experts_two_levels_6", two_levels_6)
+multiply_experts_floats = _experts("multiply_experts_floats", floats)
+multiply_experts_floats_8 = _experts("multiply_experts_floats_8", floats_8)
+multiply_trellis_experts_2 = _experts("multiply_trellis_experts_2", trellis_2)
+multiply_trellis_experts_3 = _experts("multiply_trellis_experts_3", trellis_3)
+multiply_trellis_experts_4 = _experts("multiply_trellis_experts_4", trellis_4)
 
 
-@compiled_unit
-def multiply_experts_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: uniform codes of 5 bits."""
-    _multiply(one_5, several_5, i, control, part, parts, scratch)
+def _share(bits: int) -> Unit:
+    """The unit that compensates tiles first .. last - 1 of a segment by the channels that all rows share."""
+    few = few_rows(bits)
+
+    def share(i: int, number: int, first: int, last: int, scratch: int) -> None:
+        of = experts_at(i)
+        linear: Linear = _linear_of(of, number)
+        rows = segment_at(of.routes.segments + SEGMENT_BYTES * number).rows
+        share_rows(few, linear, rows, first, last, scratch)
+
+    return made_unit(f"share_experts_{bits}", share)
 
 
-@compiled_unit
-def multiply_experts_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: codes of 8 bits."""
-    _multiply(one_8, several_8, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: uniform codes of 4 bits with minimums."""
-    _multiply(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_minimums_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: uniform codes of 5 bits with minimums."""
-    _multiply(one_minimums_5, several_minimums_5, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: codes of 4 bits with two levels of factors."""
-    _multiply(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: codes of 6 bits with two levels of factors."""
-    _multiply(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: floating-point numbers of 4 bits."""
-    _multiply(one_floats, several_floats, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_experts_floats_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: floating-point numbers of 8 bits."""
-    _multiply(one_floats_8, several_floats_8, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_experts_2(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: trellises of 2 bits."""
-    _multiply(one_trellis_2, several_trellis_2, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_experts_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: trellises of 3 bits."""
-    _multiply(one_trellis_3, several_trellis_3, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_experts_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the EXPERTS instruction at address i: trellises of 4 bits."""
-    _multiply(one_trellis_4, several_trellis_4, i, control, part, parts, scratch)
-
-
-_few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
-
-
-@kernel
-def _share(few: Any, i: int, number: int, first: int, last: int, scratch: int) -> None:
-    """Compensate tiles first .. last - 1 of a segment by the channels that all rows share."""
-    of = experts_at(i)
-    linear: Linear = _linear_of(of, number)
-    rows = segment_at(of.routes.segments + SEGMENT_BYTES * number).rows
-    share_rows(few, linear, rows, first, last, scratch)
-
-
-@compiled_unit
-def share_experts_2(i: int, number: int, first: int, last: int, scratch: int) -> None:
-    """Add the 2-bit residuals that all rows share, of tiles first .. last - 1 of a segment, to its products."""
-    _share(_few_2, i, number, first, last, scratch)
-
-
-@compiled_unit
-def share_experts_4(i: int, number: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals of 4 bits."""
-    _share(_few_4, i, number, first, last, scratch)
-
-
-@compiled_unit
-def share_experts_8(i: int, number: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals of 8 bits."""
-    _share(_few_8, i, number, first, last, scratch)
-
-
-@compiled_unit
-def share_experts_16(i: int, number: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals in half precision."""
-    _share(_few_16, i, number, first, last, scratch)
+share_experts_2, share_experts_4, share_experts_8, share_experts_16 = map(_share, (2, 4, 8, 16))

@@ -17,7 +17,7 @@ from runtime.backends.cpu.kernels.lookup import decode_tile_3, decode_tile_4
 from runtime.backends.cpu.kernels.residual import ENTRIES, block_of, copy_lines, factors_of, few_rows
 from runtime.backends.cpu.kernels.views import header_at, linear_at, panel_at, rows_of, share_of
 from runtime.backends.cpu.machine.kernel import call_4, kernel, routine
-from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit, made_unit
 from runtime.backends.cpu.machine.vector import div, fill, load_halves, load_unsigned, maximum, store_floats
 from runtime.backends.cpu.scratch import TILE_BYTES
 from runtime.backends.cpu.units.products import share_rows, times_rows
@@ -92,12 +92,15 @@ def _groups(bits: int, residual_bits: int) -> Any:
     return write
 
 
-def _build(residual_bits: int) -> Any:
-    """Writes the panel of a tile, whatever its base is."""
+def _panel(residual_bits: int) -> Unit:
+    """The unit that writes the panel of a tile of the PANEL instruction at address i, whatever its base is.
+
+    Its arguments: the instruction's address; the tile; 1 where the scratch does not hold the residuals of the tile
+    before it, else 0; and the scratch.
+    """
     write_3, write_4, write_entries = (_groups(bits, residual_bits) for bits in (3, 4, ENTRIES))
     tile_bytes = 2 * residual_bits
 
-    @routine
     def build(i: int, tile: int, fresh: int, scratch: int) -> None:
         panel = panel_at(i)
         weights, areas = panel.weights, _areas(panel.weights, scratch)
@@ -118,61 +121,20 @@ def _build(residual_bits: int) -> Any:
         else:
             write_4(panel, tile, base, lines, areas)
 
-    return build
+    return made_unit(f"panel_{residual_bits}", build)
 
 
-_build_2, _build_4, _build_8, _build_16 = map(_build, (2, 4, 8, 16))
+panel_2, panel_4, panel_8, panel_16 = map(_panel, (2, 4, 8, 16))
 
 
-@compiled_unit
-def panel_2(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """Write the panel of a tile of the PANEL instruction at address i, with residuals of 2 bits.
+def _share(bits: int) -> Unit:
+    """The unit that compensates tiles first .. last - 1 of all rows of the LINEAR instruction at address i."""
+    few = few_rows(bits)
 
-    Args: the tile; 1 where the scratch does not hold the residuals of the tile before it, else 0; and the scratch.
-    """
-    _build_2(i, tile, fresh, scratch)
+    def share(i: int, rows: int, first: int, last: int, scratch: int) -> None:
+        share_rows(few, linear_at(i), rows, first, last, scratch)
 
-
-@compiled_unit
-def panel_4(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """The same for residuals of 4 bits."""
-    _build_4(i, tile, fresh, scratch)
+    return made_unit(f"share_{bits}", share)
 
 
-@compiled_unit
-def panel_8(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """The same for residuals of 8 bits."""
-    _build_8(i, tile, fresh, scratch)
-
-
-@compiled_unit
-def panel_16(i: int, tile: int, fresh: int, scratch: int) -> None:
-    """The same for residuals in half precision."""
-    _build_16(i, tile, fresh, scratch)
-
-
-_few_2, _few_4, _few_8, _few_16 = map(few_rows, (2, 4, 8, 16))
-
-
-@compiled_unit
-def share_2(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """Compensate tiles first .. last - 1 of all rows of the LINEAR instruction at address i, by residuals of 2 bits."""
-    share_rows(_few_2, linear_at(i), rows, first, last, scratch)
-
-
-@compiled_unit
-def share_4(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals of 4 bits."""
-    share_rows(_few_4, linear_at(i), rows, first, last, scratch)
-
-
-@compiled_unit
-def share_8(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals of 8 bits."""
-    share_rows(_few_8, linear_at(i), rows, first, last, scratch)
-
-
-@compiled_unit
-def share_16(i: int, rows: int, first: int, last: int, scratch: int) -> None:
-    """The same for residuals in half precision."""
-    share_rows(_few_16, linear_at(i), rows, first, last, scratch)
+share_2, share_4, share_8, share_16 = map(_share, (2, 4, 8, 16))

@@ -81,34 +81,23 @@ from runtime.backends.cpu.kernels.views import (
 )
 from runtime.backends.cpu.machine.kernel import call_3, call_5, kernel, routine
 from runtime.backends.cpu.machine.sync import wait_for
-from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit, made_unit
 from runtime.backends.cpu.machine.vector import add, load_floats, store_floats
 from runtime.backends.cpu.scratch import BLOCK_TILES, TILE_BYTES
 from runtime.backends.cpu.units.selection import MADE_BEFORE, Choice, choose, is_made
 
 
-@compiled_unit
-def compensate_2(note: int, first: int, last: int) -> None:
-    """Compensate tiles first .. last - 1 of the row of a note, by residuals of 2 bits."""
-    compensate_tiles_2(note, first, last)
+def _compensate(bits: int, compensate_tiles: Any) -> Unit:
+    """The unit that compensates tiles first .. last - 1 of the row of a note, by residuals of so many bits."""
+
+    def compensate(note: int, first: int, last: int) -> None:
+        compensate_tiles(note, first, last)
+
+    return made_unit(f"compensate_{bits}", compensate)
 
 
-@compiled_unit
-def compensate_4(note: int, first: int, last: int) -> None:
-    """The same for residuals of 4 bits."""
-    compensate_tiles_4(note, first, last)
-
-
-@compiled_unit
-def compensate_8(note: int, first: int, last: int) -> None:
-    """The same for residuals of 8 bits."""
-    compensate_tiles_8(note, first, last)
-
-
-@compiled_unit
-def compensate_16(note: int, first: int, last: int) -> None:
-    """The same for residuals in half precision."""
-    compensate_tiles_16(note, first, last)
+compensate_2, compensate_4 = _compensate(2, compensate_tiles_2), _compensate(4, compensate_tiles_4)
+compensate_8, compensate_16 = _compensate(8, compensate_tiles_8), _compensate(16, compensate_tiles_16)
 
 
 @kernel
@@ -315,20 +304,20 @@ def _codebook(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     return _decoded(tile_of, decode, one)
 
 
-one_3, several_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
-one_4, several_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
-one_5, several_5 = _uniform(5, gemv_tile_5, *gemm_5)
-one_minimums_5, several_minimums_5 = _uniform(5, gemv_minimums_tile_5, *gemm_minimums_5, zero_bytes=2)
-one_8, several_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
-one_minimums_4, several_minimums_4 = _uniform(
+uniform_3 = _uniform(3, gemv_tile_3, gemm_tile_3x4, gemm_tile_3x8, gemm_tile_3x16)
+uniform_4 = _uniform(4, gemv_tile_4, gemm_tile_4x4, gemm_tile_4x8, gemm_tile_4x16)
+uniform_5 = _uniform(5, gemv_tile_5, *gemm_5)
+minimums_5 = _uniform(5, gemv_minimums_tile_5, *gemm_minimums_5, zero_bytes=2)
+uniform_8 = _uniform(8, gemv_tile_8, gemm_tile_8x4, gemm_tile_8x8, gemm_tile_8x16)
+minimums_4 = _uniform(
     4, gemv_minimums_tile_4, gemm_minimums_tile_4, gemm_minimums_tile_8, gemm_minimums_tile_16, zero_bytes=2
 )
-one_floats, several_floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
-one_floats_8, several_floats_8 = _uniform(8, gemv_planes_tile, *gemm_planes, scale_bytes=4)
-one_two_levels_4, several_two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
-one_two_levels_6, several_two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
-_one_codebook_3, _several_codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
-_one_codebook_4, _several_codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
+floats = _uniform(4, gemv_floats_tile, *gemm_floats, scale_bytes=1)
+floats_8 = _uniform(8, gemv_planes_tile, *gemm_planes, scale_bytes=4)
+two_levels_4 = _two_levels(4, gemv_two_levels_tile_4, *gemm_two_levels_4)
+two_levels_6 = _two_levels(6, gemv_two_levels_tile_6, *gemm_two_levels_6)
+codebook_3 = _codebook(3, decode_tile_3, gemv_codebook_tile_3)
+codebook_4 = _codebook(4, decode_tile_4, gemv_codebook_tile_4)
 
 
 def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
@@ -343,9 +332,9 @@ def _trellis(bits: int, decode: Any, one: Any) -> tuple[Any, Any]:
     return _decoded(tile_of, decode, one)
 
 
-one_trellis_2, several_trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)
-one_trellis_3, several_trellis_3 = _trellis(3, decode_trellis_tile_3, gemv_trellis_tile_3)
-one_trellis_4, several_trellis_4 = _trellis(4, decode_trellis_tile_4, gemv_trellis_tile_4)
+trellis_2 = _trellis(2, decode_trellis_tile_2, gemv_trellis_tile_2)
+trellis_3 = _trellis(3, decode_trellis_tile_3, gemv_trellis_tile_3)
+trellis_4 = _trellis(4, decode_trellis_tile_4, gemv_trellis_tile_4)
 
 
 @kernel
@@ -385,94 +374,34 @@ def multiply_linear(one_row: Any, several_rows: Any, i: int, control: int, part:
         call_5(header_at(i).inner, i, rows, first, last, scratch + TILE_BYTES)
 
 
-@compiled_unit
-def multiply_uniform_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: uniform codes of 3 bits."""
-    multiply_linear(one_3, several_3, i, control, part, parts, scratch)
+def _linear(name: str, products: tuple[Any, Any]) -> Unit:
+    """A unit of LINEAR instructions, with the products of one form of matrices."""
+    one_row, several_rows = products
+
+    def multiply(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+        multiply_linear(one_row, several_rows, i, control, part, parts, scratch)
+
+    return made_unit(name, multiply)
 
 
-@compiled_unit
-def multiply_uniform_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: uniform codes of 4 bits."""
-    multiply_linear(one_4, several_4, i, control, part, parts, scratch)
+multiply_uniform_3 = _linear("multiply_uniform_3", uniform_3)
+multiply_uniform_4 = _linear("multiply_uniform_4", uniform_4)
+multiply_uniform_5 = _linear("multiply_uniform_5", uniform_5)
+multiply_uniform_8 = _linear("multiply_uniform_8", uniform_8)
+multiply_minimums_4 = _linear("multiply_minimums_4", minimums_4)
+multiply_minimums_5 = _linear("multiply_minimums_5", minimums_5)
+multiply_floats = _linear("multiply_floats", floats)
+multiply_floats_8 = _linear("multiply_floats_8", floats_8)
+multiply_two_levels_4 = _linear("multiply_two_levels_4", two_levels_4)
+multiply_two_levels_6 = _linear("multiply_two_levels_6", two_levels_6)
+multiply_codebook_3 = _linear("multiply_codebook_3", codebook_3)
+multiply_codebook_4 = _linear("multiply_codebook_4", codebook_4)
+multiply_trellis_2 = _linear("multiply_trellis_2", trellis_2)
+multiply_trellis_3 = _linear("multiply_trellis_3", trellis_3)
+multiply_trellis_4 = _linear("multiply_trellis_4", trellis_4)
 
 
-@compiled_unit
-def multiply_uniform_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: uniform codes of 5 bits."""
-    multiply_linear(one_5, several_5, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_uniform_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: codes of 8 bits."""
-    multiply_linear(one_8, several_8, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_minimums_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: uniform codes of 4 bits with minimums."""
-    multiply_linear(one_minimums_4, several_minimums_4, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_minimums_5(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: uniform codes of 5 bits with minimums."""
-    multiply_linear(one_minimums_5, several_minimums_5, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_floats(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: floating-point numbers of 4 bits."""
-    multiply_linear(one_floats, several_floats, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_floats_8(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: floating-point numbers of 8 bits."""
-    multiply_linear(one_floats_8, several_floats_8, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_two_levels_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: codes of 4 bits with two levels of factors."""
-    multiply_linear(one_two_levels_4, several_two_levels_4, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_two_levels_6(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: codes of 6 bits with two levels of factors."""
-    multiply_linear(one_two_levels_6, several_two_levels_6, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_codebook_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: codebooks of 8 entries."""
-    multiply_linear(_one_codebook_3, _several_codebook_3, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_codebook_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: codebooks of 16 entries."""
-    multiply_linear(_one_codebook_4, _several_codebook_4, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_2(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: a trellis of 2 bits."""
-    multiply_linear(one_trellis_2, several_trellis_2, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_3(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: a trellis of 3 bits."""
-    multiply_linear(one_trellis_3, several_trellis_3, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def multiply_trellis_4(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the LINEAR instruction at address i: a trellis of 4 bits."""
-    multiply_linear(one_trellis_4, several_trellis_4, i, control, part, parts, scratch)
+_one_4, _several_4 = uniform_4
 
 
 @compiled_unit
@@ -484,6 +413,6 @@ def add_whole(i: int, rows: int, first: int, last: int, scratch: int) -> None:
     weights = Weights(by.codes, by.scales, by.zeros, 0, *sizes, 0, 0)
     linear = Linear(weights, of.plain, of.wanted, of.out, 0, 1, 0, of.residual, of.values, of.chosen, 0, by, of.plain)
     if rows == 1:
-        one_4(linear, first, last, NO_COMPENSATION)
+        _one_4(linear, first, last, NO_COMPENSATION)
     else:
-        several_4(linear, first, last, rows, scratch)
+        _several_4(linear, first, last, rows, scratch)

@@ -27,7 +27,7 @@ from runtime.backends.cpu.kernels.views import (
 )
 from runtime.backends.cpu.machine.kernel import call_3, call_5, kernel, routine
 from runtime.backends.cpu.machine.sync import number_of, read_word, write_word
-from runtime.backends.cpu.machine.unit import compiled_unit
+from runtime.backends.cpu.machine.unit import Unit, compiled_unit, made_unit
 from runtime.backends.cpu.machine.vector import (
     absolute,
     bytes_at_most,
@@ -303,28 +303,19 @@ def _select(choose: Any, i: int, control: int, part: int, parts: int, scratch: i
             call_3(header_at(i).inner, i, item // chunks, scratch)
 
 
-@compiled_unit
-def select_by_buckets(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the SELECT instruction at address i: approximate top-k."""
-    _select(_approx, i, control, part, parts, scratch)
+def _by(name: str, choose: Any) -> Unit:
+    """A unit of SELECT instructions, with one way to choose."""
+
+    def select(i: int, control: int, part: int, parts: int, scratch: int) -> None:
+        _select(choose, i, control, part, parts, scratch)
+
+    return made_unit(name, select)
 
 
-@compiled_unit
-def select_largest(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the SELECT instruction at address i: exact top-k."""
-    _select(_exact, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def select_always(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the SELECT instruction at address i: the same channels every time."""
-    _select(_static, i, control, part, parts, scratch)
-
-
-@compiled_unit
-def select_any(i: int, control: int, part: int, parts: int, scratch: int) -> None:
-    """Run the SELECT instruction at address i: random channels."""
-    _select(_random, i, control, part, parts, scratch)
+select_by_buckets = _by("select_by_buckets", _approx)
+select_largest = _by("select_largest", _exact)
+select_always = _by("select_always", _static)
+select_any = _by("select_any", _random)
 
 
 @compiled_unit

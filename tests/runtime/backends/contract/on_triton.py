@@ -29,11 +29,7 @@ ROUNDED = Tolerance(spread=1.5e-3, why="each weight is rounded to a half: 2^-11 
 
 
 class TritonKernels:
-    """See `tests.runtime.backends.contract.kernels.Kernels`.
-
-    Args:
-        device: Where the kernels run.
-    """
+    """See `tests.runtime.backends.contract.kernels.Kernels`."""
 
     written = "half"
     all_kept = False

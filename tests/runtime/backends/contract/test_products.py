@@ -5,7 +5,6 @@ How kernels round activations to INT8 is tested in test_activations.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from models import per_token
-from models.packed import PackedLinear
 from models.recipe import FLOATS, FLOATS_8, OWN_GROUPS, SUPER_GROUP, TWO_LEVELS
 from runtime.backends.operations.linear import (
     dequantize,
@@ -26,6 +24,7 @@ from runtime.backends.operations.linear import (
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels
 from tests.runtime.backends.contract.operands import exact_activations, kept_matrix, uneven_activations, whole_matrix
+from tests.runtime.conftest import pack_codebook_linear, pack_linear
 
 
 @pytest.mark.parametrize("codebooks", [False, True], ids=["uniform", "codebooks"])
@@ -46,22 +45,11 @@ from tests.runtime.backends.contract.operands import exact_activations, kept_mat
     ],
     ids=str,
 )
-def test_product(
-    kernels: Kernels,
-    packed_linear: Callable[..., PackedLinear],
-    packed_codebook_linear: Callable[..., PackedLinear],
-    M: int,
-    N: int,
-    K: int,
-    group: int,
-    bias: bool,
-    bits: int,
-    codebooks: bool,
-) -> None:
+def test_product(kernels: Kernels, M: int, N: int, K: int, group: int, bias: bool, bits: int, codebooks: bool) -> None:
     """Blocks of rows of every size, ragged outputs, and inputs that end within a block and a group."""
     rng = np.random.default_rng(M * N)
     weight, shift = rng.standard_normal((N, K)).astype(np.float32), rng.standard_normal(N).astype(np.float32)
-    make = packed_codebook_linear if codebooks else packed_linear
+    make = pack_codebook_linear if codebooks else pack_linear
     linear = make(weight, bits=bits, group_size=group, bias=shift if bias else None)
     if codebooks:  # entries that are halves to the last bit
         powers = 2.0 ** -rng.integers(6, 9, linear.scales.shape)

@@ -14,6 +14,7 @@ from runtime.backends.operations import compensation as selection
 from tests.close import assert_close
 from tests.runtime.backends.contract.kernels import Kernels, Selector
 from tests.runtime.backends.contract.operands import activations
+from tests.runtime.conftest import pack_linear
 
 
 def calibrated(K: int, k_chunk: int) -> budget.Buckets:
@@ -122,12 +123,10 @@ PackLinear = Callable[..., PackedLinear]
         (2, 6500, 96, 300, 4),
     ],
 )
-def test_compensation(
-    kernels: Kernels, packed_linear: PackLinear, M: int, N: int, K: int, k_chunk: int, bits: int
-) -> None:
+def test_compensation(kernels: Kernels, M: int, N: int, K: int, k_chunk: int, bits: int) -> None:
     """Each row selects for itself, and gets the residuals of its channels."""
     weight = np.random.default_rng(N + K).standard_normal((N, K)).astype(np.float32)
-    linear, x = packed_linear(weight, bits=3, residual_bits=bits), activations(M, K)
+    linear, x = pack_linear(weight, bits=3, residual_bits=bits), activations(M, K)
     assert linear.rank_maximum is not None
     assert linear.residual is not None
     edges = budget.buckets(linear.rank_maximum, budget.total_budget(K, k_chunk))

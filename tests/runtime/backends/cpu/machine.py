@@ -51,9 +51,9 @@ class Machine:
         return bool(self.control[FAILED])
 
 
-def unplaced(tiles: int, blocks: int, bits: int = 4) -> op.Linear:
+def unplaced(tiles: int, blocks: int) -> op.Linear:
     """A product with weights of so many tiles and blocks of channels, and no operands in memory: it is never run."""
-    weights = op.Weights(0, 0, 0, 0, bits=bits, tiles=tiles, blocks=blocks, groups=1, group_blocks=blocks)
+    weights = op.Weights(0, 0, 0, 0, bits=4, tiles=tiles, blocks=blocks, groups=1, group_blocks=blocks)
     return op.Linear(weights, op.Quantized(0, 0, 0), False, op.Matrix(0, 0), bias=0, accumulate=False)
 
 
@@ -136,11 +136,7 @@ class Activations:
 
 
 class PlacedResidual:
-    """A matrix's residuals where kernels read them.
-
-    Args:
-        linear: The matrix.
-    """
+    """A matrix's residuals where kernels read them."""
 
     def __init__(self, linear: PackedLinear) -> None:
         assert linear.residual is not None

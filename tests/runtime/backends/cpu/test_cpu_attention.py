@@ -23,6 +23,7 @@ from runtime.kv.kinds import KINDS, PARTS, KVKind
 from runtime.text.tokenizer import Tokenizer
 from tests.close import Tolerance, assert_close
 from tests.grid import QUICK_CACHES, grid
+from tests.runtime.backends.cpu.attention import Attention, distance
 from tests.runtime.real import opened
 
 BOUNDS: dict[KVKind, float] = {"fp16": 5e-6, "int8": 6e-4, "hierarchical": 3e-4}
@@ -33,10 +34,10 @@ Array = npt.NDArray[np.float32]
 
 
 @pytest.mark.parametrize("kind", grid(PACKED, {"int4", "hierarchical"}))
-def test_any_number_of_heads_and_rows(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+def test_any_number_of_heads_and_rows(kind: KVKind) -> None:
     """One to eight query heads share a key-value head, over channels that fill no vector."""
     for heads in range(1, 9):
-        attention = attending(kind, heads=heads, kv_heads=1, dim=(40, 18)[heads % 2], max_rows=64)
+        attention = Attention(kind, heads=heads, kv_heads=1, dim=(40, 18)[heads % 2], max_rows=64)
         for _ in range(5):
             attention.append(0, attention.rng.standard_normal((64, heads + 2, attention.dim)).astype(np.float32))
         length, worst = 320, 0.0
@@ -47,12 +48,12 @@ def test_any_number_of_heads_and_rows(attending: Callable[..., Any], distance: D
 
 
 @pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
-def test_rows_of_a_step_get_what_they_get_alone(attending: Callable[..., Any], kind: KVKind) -> None:
+def test_rows_of_a_step_get_what_they_get_alone(kind: KVKind) -> None:
     """A check of five drafted tokens gives what five steps give."""
     x = np.random.default_rng(3).standard_normal((5, 12, 64)).astype(np.float32)
     outputs = []
     for together in (True, False):
-        attention = attending(kind, heads=8, window=290)
+        attention = Attention(kind, heads=8, window=290)
         for start in range(0, 384, 16):
             attention.append(0, np.random.default_rng(start).standard_normal((16, 12, 64)).astype(np.float32))
         if together:
@@ -98,9 +99,9 @@ def rounded_as_there(attention: Any, slot: int, x: Array) -> Array:
 
 
 @pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
-def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+def test_channels_far_off_and_single_outliers(kind: KVKind) -> None:
     """A key channel of 30 times the others' size and off zero, a large value channel, and a spike in every token."""
-    attention = attending(kind, heads=8, kv_heads=2, dim=64, splits=2)
+    attention = Attention(kind, heads=8, kv_heads=2, dim=64, splits=2)
     rng = np.random.default_rng(7)
 
     def rows(count: int) -> Array:
@@ -129,9 +130,9 @@ def test_channels_far_off_and_single_outliers(attending: Callable[..., Any], dis
 
 
 @pytest.mark.parametrize("kind", grid(["int8", "int4", "hierarchical", "kivi2"], {"int4"}))
-def test_sixty_four_thousand_tokens(attending: Callable[..., Any], distance: Distance, kind: KVKind) -> None:
+def test_sixty_four_thousand_tokens(kind: KVKind) -> None:
     """Thousands of weights of much less than a step of INT8 each, and one token that has half of all."""
-    attention = attending(kind, heads=2, kv_heads=1, dim=32, context=1 << 16, slots=1, max_rows=2048, splits=4)
+    attention = Attention(kind, heads=2, kv_heads=1, dim=32, context=1 << 16, slots=1, max_rows=2048, splits=4)
     rng = np.random.default_rng(5)
     for start in range(0, (1 << 16) - 2048, 2048):
         x = rng.standard_normal((2048, 4, 32)).astype(np.float32)
@@ -147,9 +148,9 @@ def test_sixty_four_thousand_tokens(attending: Callable[..., Any], distance: Dis
 
 
 @pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
-def test_pages_may_lie_anywhere(attending: Callable[..., Any], kind: KVKind) -> None:
+def test_pages_may_lie_anywhere(kind: KVKind) -> None:
     """The same numbers in pages of any order give the same output."""
-    attention = attending(kind, splits=2)
+    attention = Attention(kind, splits=2)
     for start in range(0, 1000, 16):
         attention.append(0, np.random.default_rng(start).standard_normal((16, 8, 64)).astype(np.float32))
     x = np.random.default_rng(1).standard_normal((1, 8, 64)).astype(np.float32)
@@ -201,12 +202,10 @@ def recorded(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory
 
 @pytest.mark.data
 @pytest.mark.parametrize("kind", grid(PACKED, QUICK_CACHES & set(PACKED)))
-def test_real_queries_keys_and_values(
-    attending: Callable[..., Any], distance: Distance, recorded: Recorded, kind: KVKind
-) -> None:
+def test_real_queries_keys_and_values(recorded: Recorded, kind: KVKind) -> None:
     for x in (recorded.layers[0], recorded.layers[-1]):
         sizes = {"heads": recorded.heads, "kv_heads": recorded.kv_heads, "dim": x.shape[2]}
-        attention = attending(kind, **sizes, max_rows=64)
+        attention = Attention(kind, **sizes, max_rows=64)
         length = len(x) - 64
         for start in range(0, length, 64):
             attention.append(0, x[start : min(start + 64, length)])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,16 +10,15 @@ from runtime.backends.decoder import DecoderOptions, Step
 from runtime.kv.kinds import KVKind
 from runtime.load.plan import open_decoder
 from tests.close import Tolerance, assert_close
+from tests.runtime.conftest import make_model, make_spec
 
 
 @pytest.mark.parametrize("kv", ["int4", "gear4"])
-def test_a_model_answers_as_the_reference_does(
-    tiny_model: Callable[..., Any], tiny_spec: Callable[..., Any], kv: KVKind
-) -> None:
+def test_a_model_answers_as_the_reference_does(kv: KVKind) -> None:
     """Also with statistics, which change what is stored and not what the model means."""
     logits = {}
     for with_statistics in (True, False):
-        model = tiny_model(tiny_spec(max_context=512))
+        model = make_model(make_spec(max_context=512))
         spec, rng = model.spec, np.random.default_rng(4)
         for _ in range(spec.num_layers if with_statistics else 0):
             mean, axis = rng.standard_normal((2, spec.num_kv_heads, spec.head_dim)).astype(np.float32)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,6 +10,8 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.kv.kinds import KINDS, KVKind
 from tests.close import assert_close
 from tests.grid import QUICK_CACHES, grid
+from tests.runtime.backends.cpu.attention import Attention, distance
+from tests.runtime.conftest import make_spec
 
 # What integer queries and weights may add to the error of the output, as a share of the output's own size (root mean
 # square): one plane of INT8 where codes have 4 bits or fewer, two planes where they have 8.
@@ -23,15 +22,15 @@ ONE_PLANE = 5e-2
 EVERY: list[KVKind] = list(KINDS)
 
 
-def test_slots_share_as_many_pages_as_the_options_say(tiny_spec: Callable[..., Any]) -> None:
+def test_slots_share_as_many_pages_as_the_options_say() -> None:
     options = DecoderOptions(kv="int8", context=200, slots=3, max_rows=8, pages=5)
-    cache = CpuCache(tiny_spec(), options, threads=1)
+    cache = CpuCache(make_spec(), options, threads=1)
     assert cache.table.capacity == cache.store.records.shape[1] == 5
 
 
 @pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))
-def test_steps_of_every_size(attending: Callable[..., Any], distance: Callable[..., float], kind: KVKind) -> None:
-    attention = attending(kind, splits=2)
+def test_steps_of_every_size(kind: KVKind) -> None:
+    attention = Attention(kind, splits=2)
     worst, length = 0.0, 0
     for rows in (1, 7, 16, 16, 16, 1, 1, 16, 3, *[16] * 26, 1, 4):
         worst = max(worst, distance(*attention.step([0] * rows, list(range(length, length + rows)))))
@@ -40,9 +39,9 @@ def test_steps_of_every_size(attending: Callable[..., Any], distance: Callable[.
     assert worst < TOLERANCE.get(kind, ONE_PLANE)
 
 
-def test_a_short_conversation_touches_little_memory(attending: Callable[..., Any]) -> None:
+def test_a_short_conversation_touches_little_memory() -> None:
     """All layers of a page, and of a slot's window, lie in one stretch: systems give out memory in huge pages."""
-    store = attending("int4").cpu.store
+    store = Attention("int4").cpu.store
     for array in (store.records, store._keys, store._values):
         layers, places = array.shape[:2]
         assert min(layers, places) > 1
@@ -55,16 +54,8 @@ def test_a_short_conversation_touches_little_memory(attending: Callable[..., Any
     [(3, 3, 32, None), (2, 1, 20, 70), (8, 1, 128, None), (10, 2, 80, 200), (6, 1, 96, 5)],
     ids=["D32", "D20-window70", "D128-8heads", "D80-window200", "D96-window5"],
 )
-def test_shapes_and_sliding_windows(
-    attending: Callable[..., Any],
-    distance: Callable[..., float],
-    kind: KVKind,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    window: int | None,
-) -> None:
-    attention = attending(kind, heads=heads, kv_heads=kv_heads, dim=dim, window=window, splits=3)
+def test_shapes_and_sliding_windows(kind: KVKind, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    attention = Attention(kind, heads=heads, kv_heads=kv_heads, dim=dim, window=window, splits=3)
     attention.channel_scale[dim // 2] = 12
     for start in range(0, 320, 16):
         attention.step([1] * 16, list(range(start, start + 16)))
@@ -74,10 +65,8 @@ def test_shapes_and_sliding_windows(
 
 
 @pytest.mark.parametrize("kind", grid(EVERY, QUICK_CACHES))
-def test_slots_of_different_length_are_cut_back_and_forked(
-    attending: Callable[..., Any], distance: Callable[..., float], kind: KVKind
-) -> None:
-    attention = attending(kind)
+def test_slots_of_different_length_are_cut_back_and_forked(kind: KVKind) -> None:
+    attention = Attention(kind)
     for start in range(0, 288, 8):  # The slots take turns, so their pages are mixed.
         rows = list(range(start, start + 8))
         attention.step([0] * 8, rows)
@@ -101,8 +90,8 @@ def test_slots_of_different_length_are_cut_back_and_forked(
     attention.check_stored()
 
 
-def test_a_draft_reads_the_upper_plane_alone(attending: Callable[..., Any], distance: Callable[..., float]) -> None:
-    attention = attending("hierarchical")
+def test_a_draft_reads_the_upper_plane_alone() -> None:
+    attention = Attention("hierarchical")
     for start in range(0, 400, 16):
         attention.step([0] * 16, list(range(start, start + 16)))
     attention.draft = True
@@ -112,9 +101,9 @@ def test_a_draft_reads_the_upper_plane_alone(attending: Callable[..., Any], dist
 
 
 @pytest.mark.slow
-def test_a_head_of_equal_numbers_and_of_zeros(attending: Callable[..., Any], distance: Callable[..., float]) -> None:
+def test_a_head_of_equal_numbers_and_of_zeros() -> None:
     for kind in EVERY:
-        attention = attending(kind)
+        attention = Attention(kind)
         for value in (0.0, -3.0):
             x = np.full((16, 8, 64), value, np.float32)
             for start in range(0, 288, 16):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.decoder import DecoderOptions
 from runtime.engine import saved
 from runtime.kv.kinds import KINDS, PARTS, KVKind
-
-Factory = Callable[..., Any]
+from tests.runtime.conftest import make_spec
 
 
 def make(spec: Any, kv: KVKind, seed: int) -> CpuCache:
@@ -37,8 +35,8 @@ def contents(cache: CpuCache, slot: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_file_comes_back_bit_for_bit(kv: KVKind, tiny_spec: Factory, tmp_path: Path) -> None:
-    spec = tiny_spec(head_dim=20)
+def test_a_file_comes_back_bit_for_bit(kv: KVKind, tmp_path: Path) -> None:
+    spec = make_spec(head_dim=20)
     source, target = make(spec, kv, 0), make(spec, kv, 1)
     beside = {slot: contents(target, slot) for slot in (0, 1)}
     about = saved.About.of(source, spec, model="id", recipe={})

@@ -31,7 +31,18 @@ from runtime.kv.kinds import KINDS
 from tests.close import Tolerance, assert_close
 from tests.grid import grid
 from tests.runtime.backends.steps import beyond_half
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LATENTS, LOCAL, SHARED, SINKS, STREAMS, TURNED
+from tests.runtime.conftest import (
+    BEHIND,
+    BOTH_SIDES,
+    LATENTS,
+    LOCAL,
+    SHARED,
+    SINKS,
+    STREAMS,
+    TURNED,
+    make_model,
+    make_spec,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -124,11 +135,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kv", grid(["fp16", "int8", "int4", "gear4"], {"int4"}))
-def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv: str) -> None:
+def test_keys_and_values_beyond_half_precision_are_no_damage(kv: str) -> None:
     """In a window, in codes of each token, and in pages that are flushed."""
     options = DecoderOptions(context=300, max_rows=256, kv=kv)
     for backend in (CpuDecoder, ReferenceDecoder):
-        decoder = backend(beyond_half(tiny_model()), options)
+        decoder = backend(beyond_half(make_model()), options)
         with decoder.session():
             decoder.forward(step(np.arange(256) % 90, 0, rows=[255], prefill=True))
             assert np.isfinite(decoder.forward(step([17], 256))).all()
@@ -147,7 +158,7 @@ def test_keys_and_values_beyond_half_precision_are_no_damage(tiny_model: Any, kv
         },
     ),
 )
-def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str, kv: Any, prompt: int) -> None:
+def test_logits_match_the_reference(shape: str, kv: Any, prompt: int) -> None:
     """Equal arithmetic but for the order of additions, so where no INT8 code lies near a tie logits agree to 1e-6.
 
     A difference in the last bit can move a code (of an activation, or of the cache) across a tie, by 1/127 of its
@@ -157,7 +168,7 @@ def test_logits_match_the_reference(tiny_model: Any, tiny_spec: Any, shape: str,
     flip near-equal channels in the same way. Of 91 rows a few may go to another of two experts that are nearly equal.
     """
     model_changes, spec_changes = SHAPES[shape]
-    model = tiny_model(tiny_spec(**spec_changes), **model_changes)
+    model = make_model(make_spec(**spec_changes), **model_changes)
     group_size = model_changes.get("group_size", 32)
     options = DecoderOptions(
         kv=kv, context=100, k_chunk=200, prompt_k_chunk=prompt, select="static", max_rows=40, threads=2
@@ -186,9 +197,9 @@ and pages of one width that hold nothing cost 0.29."""
 
 @pytest.mark.parametrize("kind", [SHARED, LATENTS], ids=["two-widths", "latents"])
 @pytest.mark.parametrize("kv", grid(KINDS, {"int4"}))
-def test_heads_of_two_widths_and_latents_in_every_cache(tiny_model: Any, tiny_spec: Any, kv: Any, kind: Any) -> None:
+def test_heads_of_two_widths_and_latents_in_every_cache(kv: Any, kind: Any) -> None:
     """A prompt over several pages, tokens behind it, cut back into a page, saved, and loaded into another slot."""
-    model = tiny_model(tiny_spec(**kind, max_context=400), residual_bits=0, seed=4)
+    model = make_model(make_spec(**kind, max_context=400), residual_bits=0, seed=4)
     options = DecoderOptions(kv=kv, context=400, slots=2, max_rows=160, threads=2)
     exact = with_int8_activations(ReferenceDecoder(model, replace(options, kv="fp16")), 32)
     reference, decoder = with_int8_activations(ReferenceDecoder(model, options), 32), CpuDecoder(model, options)
@@ -215,14 +226,14 @@ def test_heads_of_two_widths_and_latents_in_every_cache(tiny_model: Any, tiny_sp
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv: Any, window: int | None) -> None:
+def test_a_long_context_is_split_and_merged(kv: Any, window: int | None) -> None:
     """One token at position 700 with one key-value head: its context is cut into four pieces with maxima of their own.
 
     Keys are made large, so that the softmax is far from uniform and a piece that is weighed wrongly shows. A code
     that falls to the other side of a tie weighs more then too: over INT8, whose own loss is 4 to 18 % here, single
     tokens are up to 6 % off, most of them 1 %.
     """
-    model = tiny_model(tiny_spec(num_kv_heads=1, max_context=1024, windows=(None, window), qkv_bias=True))
+    model = make_model(make_spec(num_kv_heads=1, max_context=1024, windows=(None, window), qkv_bias=True))
     model.vectors["layers.0.input_norm"] *= 4
     model.vectors["layers.1.input_norm"] *= 4
     options = DecoderOptions(kv=kv, context=1024, max_rows=128, threads=2)
@@ -242,8 +253,8 @@ def test_a_long_context_is_split_and_merged(tiny_model: Any, tiny_spec: Any, kv:
 
 
 @pytest.mark.parametrize("select", ["approx", "exact", "random"])
-def test_selectors_agree_with_the_reference_on_average(tiny_model: Any, select: Any) -> None:
-    model = tiny_model(bits=3)
+def test_selectors_agree_with_the_reference_on_average(select: Any) -> None:
+    model = make_model(bits=3)
     options = DecoderOptions(
         context=64, k_chunk=128, select=select, max_rows=40, threads=2, measure_recall=True, seed=4
     )
@@ -257,8 +268,8 @@ def test_selectors_agree_with_the_reference_on_average(tiny_model: Any, select: 
 
 
 @pytest.mark.parametrize("codebook", [False, True])
-def test_all_channels_at_8_bits_restore_the_full_precision_logits(tiny_model: Any, codebook: bool) -> None:
-    model = tiny_model(bits=3, residual_bits=8, codebook=codebook)
+def test_all_channels_at_8_bits_restore_the_full_precision_logits(codebook: bool) -> None:
+    model = make_model(bits=3, residual_bits=8, codebook=codebook)
     tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 24)
     plain = CpuDecoder(model, DecoderOptions(context=64, threads=2)).forward(step(tokens, 0)).copy()
     full = CpuDecoder(model, DecoderOptions(context=64, k_chunk=1024, threads=2)).forward(step(tokens, 0)).copy()
@@ -266,16 +277,16 @@ def test_all_channels_at_8_bits_restore_the_full_precision_logits(tiny_model: An
     assert np.abs(full - exact).mean() < 0.1 * np.abs(plain - exact).mean()
 
 
-def test_compensation_can_be_left_out_of_a_step(tiny_model: Any) -> None:
-    model = tiny_model(bits=3)
+def test_compensation_can_be_left_out_of_a_step() -> None:
+    model = make_model(bits=3)
     with_none = CpuDecoder(model, DecoderOptions(context=64, threads=2)).forward(step([5, 6, 7], 0)).copy()
     decoder = CpuDecoder(model, DecoderOptions(context=64, k_chunk=512, threads=2))
     assert np.array_equal(decoder.forward(step([5, 6, 7], 0, compensate=False)), with_none)
     assert not np.array_equal(decoder.forward(step([5, 6, 7], 0)), with_none)
 
 
-def test_scratch_grows_with_what_a_program_needs(tiny_model: Any) -> None:
-    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=2, measure_recall=True))
+def test_scratch_grows_with_what_a_program_needs() -> None:
+    decoder = CpuDecoder(make_model(), DecoderOptions(context=64, threads=2, measure_recall=True))
     before = decoder._program.scratch
     decoder.set_k_chunk({"head": 1024})
     assert before < decoder._program.scratch == most_scratch(decoder._program.words)
@@ -284,8 +295,8 @@ def test_scratch_grows_with_what_a_program_needs(tiny_model: Any) -> None:
     decoder.forward(step([5, 6, 7], 0))
 
 
-def test_slots_do_not_see_each_other_and_positions_are_overwritten(tiny_model: Any) -> None:
-    model = tiny_model()
+def test_slots_do_not_see_each_other_and_positions_are_overwritten() -> None:
+    model = make_model()
     options = DecoderOptions(context=64, slots=2, threads=2)
     decoder = CpuDecoder(model, options)
     alone = CpuDecoder(model, options)
@@ -303,16 +314,16 @@ def test_slots_do_not_see_each_other_and_positions_are_overwritten(tiny_model: A
     assert_close(decoder.forward(both), expected[1], "model")
 
 
-def test_the_logits_of_some_rows_only(tiny_model: Any) -> None:
-    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=64, k_chunk=100, select="random", threads=2))
+def test_the_logits_of_some_rows_only() -> None:
+    decoder = CpuDecoder(make_model(), DecoderOptions(context=64, k_chunk=100, select="random", threads=2))
     everything = decoder.forward(step(range(20), 0)).copy()
     some = decoder.forward(step(range(20), 0, rows=[3, 19]))
     assert_close(some, everything[[3, 19]], "model")
 
 
-def test_the_number_of_threads_does_not_change_prefill(tiny_model: Any) -> None:
+def test_the_number_of_threads_does_not_change_prefill() -> None:
     results = [
-        CpuDecoder(tiny_model(), DecoderOptions(context=64, k_chunk=64, threads=threads)).forward(step(range(20), 0))
+        CpuDecoder(make_model(), DecoderOptions(context=64, k_chunk=64, threads=threads)).forward(step(range(20), 0))
         for threads in (1, 2, 3)
     ]
     assert np.array_equal(results[0], results[1])
@@ -320,10 +331,10 @@ def test_the_number_of_threads_does_not_change_prefill(tiny_model: Any) -> None:
 
 
 @pytest.mark.parametrize("k_chunk", [0, 200, 1024])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec: Any, k_chunk: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(k_chunk: int) -> None:
     """Through experts too, where a step of one row reads matrices one by one and other steps group rows by expert."""
     options = DecoderOptions(context=32, k_chunk=k_chunk, slots=5, max_rows=8, threads=2)
-    model = tiny_model(tiny_spec(mixture=MIXTURE), residual_bits=4, seed=4)
+    model = make_model(make_spec(mixture=MIXTURE), residual_bits=4, seed=4)
     single, batched = CpuDecoder(model, options), CpuDecoder(model, options)
     for position in range(4):
         tokens = np.random.default_rng(position).integers(0, model.spec.vocab_size, 5).astype(np.int32)
@@ -335,9 +346,9 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(tiny_model: Any, tiny_spec
         np.testing.assert_array_equal(batched.forward(together), np.concatenate(expected))
 
 
-def test_experts_are_timed_with_the_layer_types_of_other_models(tiny_model: Any, tiny_spec: Any) -> None:
+def test_experts_are_timed_with_the_layer_types_of_other_models() -> None:
     """One block has an MLP, the other three experts: four products of a type, each after a choice of channels."""
-    decoder = CpuDecoder(tiny_model(tiny_spec(mixture=MIXTURE), seed=4), DecoderOptions(context=32, threads=2))
+    decoder = CpuDecoder(make_model(make_spec(mixture=MIXTURE), seed=4), DecoderOptions(context=32, threads=2))
     timer = CpuTimer(decoder, seconds=0.0)
     for kind in ("gate_up", "down"):
         assert decoder.spec.products(kind) == 4
@@ -346,21 +357,21 @@ def test_experts_are_timed_with_the_layer_types_of_other_models(tiny_model: Any,
         assert timer.seconds(kind, 1, 200) > 0
 
 
-def test_wrong_steps_are_refused(tiny_model: Any) -> None:
-    decoder = CpuDecoder(tiny_model(), DecoderOptions(context=16, max_rows=8, threads=2))
+def test_wrong_steps_are_refused() -> None:
+    decoder = CpuDecoder(make_model(), DecoderOptions(context=16, max_rows=8, threads=2))
     for bad in (step([], 0), step(range(9), 0), step([96], 0), step([-1], 0), step([1], 16), step([1], 0, slot=1)):
         with pytest.raises(RequestError):
             decoder.forward(bad)
 
 
-def test_compensation_without_residuals_is_refused(tiny_model: Any) -> None:
+def test_compensation_without_residuals_is_refused() -> None:
     with pytest.raises(RequestError, match="stored without residuals"):
-        CpuDecoder(tiny_model(residual_bits=0), DecoderOptions(context=16, k_chunk=4))
+        CpuDecoder(make_model(residual_bits=0), DecoderOptions(context=16, k_chunk=4))
 
 
 @pytest.mark.parametrize("k_chunk", [0, 64])
-def test_a_damaged_model_raises(tiny_model: Any, k_chunk: int) -> None:
-    model = tiny_model(seed=9)
+def test_a_damaged_model_raises(k_chunk: int) -> None:
+    model = make_model(seed=9)
     model.vectors["layers.1.post_norm"][3] = np.nan
     decoder = CpuDecoder(model, DecoderOptions(context=16, k_chunk=k_chunk, threads=2))
     with pytest.raises(InvalidActivationError, match="not finite"):
@@ -430,9 +441,9 @@ def test_every_variant_computes_the_same(best_variant: dict[str, Any], variant: 
         assert_close(actual, expected, Tolerance(atol=2e-4, why="float additions fused in one place or another"))
 
 
-def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> None:
+def test_a_prompt_is_compensated_together_however_it_is_cut() -> None:
     """All residuals in 8 bits give nearly the full-precision model, whether few rows share them or many."""
-    model = tiny_model(bits=3, residual_bits=8)
+    model = make_model(bits=3, residual_bits=8)
     tokens = np.arange(1, 2 * FEW_ROWS + 1)
 
     def logits(*cuts: int, **changes: Any) -> Any:
@@ -451,8 +462,8 @@ def test_a_prompt_is_compensated_together_however_it_is_cut(tiny_model: Any) -> 
     assert np.abs(few - many).mean() < 0.15 * lost
 
 
-def test_a_prompt_of_one_row_is_compensated_as_a_decoded_token(tiny_model: Any) -> None:
-    decoder = CpuDecoder(tiny_model(bits=3), DecoderOptions(context=8, k_chunk=100, prompt_k_chunk=1024))
+def test_a_prompt_of_one_row_is_compensated_as_a_decoded_token() -> None:
+    decoder = CpuDecoder(make_model(bits=3), DecoderOptions(context=8, k_chunk=100, prompt_k_chunk=1024))
     decoded = np.array(decoder.forward(step([5], 0)))
     assert_close(decoder.forward(step([5], 0, prefill=True)), decoded, "exact")
     decoder.set_prompt_k_chunk(0)
@@ -461,8 +472,8 @@ def test_a_prompt_of_one_row_is_compensated_as_a_decoded_token(tiny_model: Any) 
     assert np.abs(without - decoded).max() > 0
 
 
-def test_the_head_of_a_prompt_is_compensated_by_its_own_row(tiny_model: Any) -> None:
-    model = tiny_model(bits=3)
+def test_the_head_of_a_prompt_is_compensated_by_its_own_row() -> None:
+    model = make_model(bits=3)
     found = []
     for k_chunk, prompt in (({"head": 200}, {"head": 1}), ({"head": 200}, 0), (0, {"head": 1})):
         decoder = CpuDecoder(model, DecoderOptions(context=8, k_chunk=k_chunk, prompt_k_chunk=prompt))
@@ -473,16 +484,16 @@ def test_the_head_of_a_prompt_is_compensated_by_its_own_row(tiny_model: Any) -> 
     assert np.abs(found[0] - found[1]).max() > 0
 
 
-def test_prompts_of_a_model_without_residuals_cannot_be_compensated(tiny_model: Any) -> None:
-    decoder = CpuDecoder(tiny_model(residual_bits=0), DecoderOptions(context=8))
+def test_prompts_of_a_model_without_residuals_cannot_be_compensated() -> None:
+    decoder = CpuDecoder(make_model(residual_bits=0), DecoderOptions(context=8))
     with pytest.raises(RequestError, match="without residuals"):
         decoder.set_prompt_k_chunk(1024)
     assert decoder.options.prompt_k_chunk == 0
 
 
-def test_what_attends_to_pages_may_be_compiled_later(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_attends_to_pages_may_be_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first answer does not wait for it; the first page does."""
-    model, options = tiny_model(), DecoderOptions(kv="int4", context=400, max_rows=40, threads=2)
+    model, options = make_model(), DecoderOptions(kv="int4", context=400, max_rows=40, threads=2)
     tokens = np.random.default_rng(3).integers(0, model.spec.vocab_size, 300)
     usual = CpuDecoder(model, options)
     expected = [usual.forward(step(tokens[at : at + 30], at)).copy() for at in range(0, 300, 30)]

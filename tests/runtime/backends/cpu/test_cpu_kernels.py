@@ -6,7 +6,6 @@ addition, so they are held to 1e-5 of the largest magnitude (float32 has 6e-8, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,12 @@ from runtime.backends.operations import panel as panels
 from runtime.backends.operations.linear import dequantize_groups, gemv_int8, quantize_groups
 from tests.close import assert_close
 from tests.guarded import aligned_zeros
-from tests.runtime.backends.cpu.machine import Activations, PlacedResidual, address, kept, matrix, wide
+from tests.runtime.backends.cpu.machine import Activations, Machine, PlacedResidual, address, kept, matrix, wide
+from tests.runtime.conftest import pack_codebook_linear, pack_linear
 
 
 def product(
-    machine: Callable[..., Any],
-    linear: PackedLinear,
-    codes: Any,
-    scales: Any,
-    before: npt.NDArray[np.float32] | None = None,
-    **operands: Any,
+    linear: PackedLinear, codes: Any, scales: Any, before: npt.NDArray[np.float32] | None = None, **operands: Any
 ) -> npt.NDArray[np.float32]:
     """Run a LINEAR instruction on INT8 activations [M, K] with scales [M, G].
 
@@ -57,7 +52,7 @@ def product(
     out = wide(np.zeros((rows, N), np.float32) if before is None else before)
     x, accumulate = inputs.places, before is not None
     own = op.Linear(tiled.weights, x, False, matrix(out), bias=0, accumulate=accumulate, plain=x)
-    machine(rows).run(own._replace(**operands))
+    Machine(rows).run(own._replace(**operands))
     assert np.isnan(out[rows:]).all()
     found: npt.NDArray[np.float32] = out[:rows, :N]
     return found
@@ -86,7 +81,7 @@ def with_codebooks(
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("bits", [3, 4])
-def test_the_largest_entries_meet_the_largest_activations(machine: Callable[..., Any], bits: int, rows: int) -> None:
+def test_the_largest_entries_meet_the_largest_activations(bits: int, rows: int) -> None:
     """Nothing saturates, also where products are added up in 16 bits."""
     N, K, group = 32, 256, 128
     rng = np.random.default_rng(bits)
@@ -96,7 +91,7 @@ def test_the_largest_entries_meet_the_largest_activations(machine: Callable[...,
     linear = with_codebooks(codes, levels, np.ones((N, 1), np.float16), group)
     x = np.full((rows, K), 127, np.int8)
     x[::2, ::3] = -127
-    found = product(machine, linear, x, np.ones((rows, K // group), np.float32))
+    found = product(linear, x, np.ones((rows, K // group), np.float32))
     expected = x.astype(np.int64) @ np.take_along_axis(levels, codes.astype(np.intp), 1).astype(np.int64).T
     assert np.array_equal(found, expected)
 
@@ -110,9 +105,7 @@ def test_the_largest_entries_meet_the_largest_activations(machine: Callable[...,
     rows=st.integers(1, 20),
     seed=st.integers(0, 1000),
 )
-def test_any_codebooks(
-    machine: Callable[..., Any], N: int, K: int, bits: int, group: int, rows: int, seed: int
-) -> None:
+def test_any_codebooks(N: int, K: int, bits: int, group: int, rows: int, seed: int) -> None:
     """Random entries, and activations with a mean, which an offset of the entries would add up."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 2**bits, (N, K)).astype(np.uint8)
@@ -122,14 +115,14 @@ def test_any_codebooks(
     x_codes, x_scales = quantize_groups(x, group)
     expected = gemv_int8(x_codes, x_scales, linear).numpy()
     largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
-    error = np.abs(product(machine, linear, x_codes.numpy(), x_scales.numpy()) - expected)
+    error = np.abs(product(linear, x_codes.numpy(), x_scales.numpy()) - expected)
     assert (error <= 1e-6 * largest).all()
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("name", ["layers.0.qkv", "layers.1.down"])
-def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Path, name: str, bits: int) -> None:
+def test_codebooks_of_real_weights(shared_data: Path, name: str, bits: int) -> None:
     weight = Checkpoint.open(shared_data / "models" / "english3m").linear(name)[0].float().numpy()
     found = squeezellm.quantize(weight, np.ones_like(weight), bits)
     linear = with_codebooks(found.codes, found.codebook, found.scales, 128)
@@ -138,19 +131,19 @@ def test_codebooks_of_real_weights(machine: Callable[..., Any], shared_data: Pat
     codes, scales = quantize_groups(x, 128)
     for rows in (1, 17):
         expected = gemv_int8(codes[:rows], scales[:rows], linear).numpy()
-        assert_close(product(machine, linear, codes[:rows].numpy(), scales[:rows].numpy()), expected, "sums")
+        assert_close(product(linear, codes[:rows].numpy(), scales[:rows].numpy()), expected, "sums")
         plain = x[:rows].double().numpy() @ weight.T
         assert np.abs(expected - plain).mean() <= {3: 0.25, 4: 0.12}[bits] * plain.std()
 
 
 def run_select(
-    machine: Callable[..., Any], x: npt.NDArray[np.float32], k_chunk: int, mode: int, **operands: Any
+    x: npt.NDArray[np.float32], k_chunk: int, mode: int, **operands: Any
 ) -> tuple[npt.NDArray[np.int32], Any]:
     """Run a selection over all rows. Returns the channels [M, k] and the machine."""
     rows, K = x.shape
     total = budget.total_budget(K, k_chunk)
     chosen, source = aligned_zeros((rows, total), np.int32), wide(x)
-    runner = machine(rows)
+    runner = Machine(rows)
     runner.inputs[2, :rows] = np.arange(100, 100 + rows)
     instruction = op.Select(
         x=matrix(source),
@@ -171,34 +164,26 @@ def run_select(
     return chosen, runner
 
 
-def test_recall_is_measured_against_the_whole_row(machine: Callable[..., Any]) -> None:
+def test_recall_is_measured_against_the_whole_row() -> None:
     x = np.random.default_rng(0).standard_normal((4, 3000)).astype(np.float32)
     sums = aligned_zeros((16,), np.float32)
-    chosen, _ = run_select(machine, x, 40, SELECT_EXACT, measure=True, hits=address(sums))
+    chosen, _ = run_select(x, 40, SELECT_EXACT, measure=True, hits=address(sums))
     expected = [budget.recall(row, channels) for row, channels in zip(x, chosen, strict=True)]
     assert 0.5 < np.mean(expected) < 1
     assert_close(sums[:4], np.array(expected), "sums")
 
 
-@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("pack", [pack_linear, pack_codebook_linear])
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("rows", "N", "K", "group"), [(2, 40, 96, 32), (17, 33, 172, 64), (33, 288, 1088, 128)])
 def test_product_with_residuals_in_the_weights(
-    request: pytest.FixtureRequest,
-    machine: Callable[..., Any],
-    kind: str,
-    bits: int,
-    residual_bits: int,
-    rows: int,
-    N: int,
-    K: int,
-    group: int,
+    pack: Any, bits: int, residual_bits: int, rows: int, N: int, K: int, group: int
 ) -> None:
     rng = np.random.default_rng(rows + bits)
     bias = aligned_zeros((padded(N, 16),), np.float32)
     bias[:N] = rng.standard_normal(N)
-    linear = request.getfixturevalue(kind)(
+    linear = pack(
         rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
     )
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
@@ -211,13 +196,12 @@ def test_product_with_residuals_in_the_weights(
     for accumulate in (False, True):
         out = wide(before, rows)
         operands = (tiled.weights, inputs.places, matrix(out), address(bias), accumulate, residual.place)
-        machine(rows).run(op.Panel(*operands, address(chosen)))
+        Machine(rows).run(op.Panel(*operands, address(chosen)))
         assert_close(out[:rows, :N], expected + (before if accumulate else 0), "sums")
         assert np.isnan(out[rows:]).all()
 
 
 def product_beside(
-    machine: Callable[..., Any],
     linear: PackedLinear,
     rounded: tuple[torch.Tensor, torch.Tensor],
     channels: npt.NDArray[np.integer],
@@ -226,36 +210,26 @@ def product_beside(
     """The product of few rows, codes and scales, that share the residuals of some channels; added to `before`."""
     residual, chosen = PlacedResidual(linear), kept(channels, linear.shape[1])
     codes, scales = (part.numpy() for part in rounded)
-    return product(machine, linear, codes, scales, before, residual=residual.place, kept=address(chosen))
+    return product(linear, codes, scales, before, residual=residual.place, kept=address(chosen))
 
 
-@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("pack", [pack_linear, pack_codebook_linear])
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize(("N", "K", "group"), [(16, 32, 32), (100, 200, 64), (72, 1100, 128)])
-def test_all_residuals_as_tiles(
-    machine: Callable[..., Any],
-    request: pytest.FixtureRequest,
-    kind: str,
-    bits: int,
-    N: int,
-    K: int,
-    group: int,
-) -> None:
+def test_all_residuals_as_tiles(pack: Any, bits: int, N: int, K: int, group: int) -> None:
     """The same sums as by reading all rows; with uniform codes the same bits among other rows as alone."""
     rng = np.random.default_rng(N)
-    linear = request.getfixturevalue(kind)(
-        rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=4
-    )
+    linear = pack(rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=4)
     rounded = quantize_groups(torch.from_numpy(rng.standard_normal((7, K)).astype(np.float32)), group)
     before = rng.standard_normal((7, N)).astype(np.float32)
     residual = tile_residual(linear.residual, tile_linear(linear, Arena()), Arena())
 
     def rows(first: int, last: int) -> npt.NDArray[np.float32]:
         codes, scales = (part.numpy()[first:last] for part in rounded)
-        return product(machine, linear, codes, scales, before[first:last], whole=residual.whole)
+        return product(linear, codes, scales, before[first:last], whole=residual.whole)
 
     together = rows(0, 7)
-    assert_close(together, product_beside(machine, linear, rounded, np.arange(K), before), "sums")
+    assert_close(together, product_beside(linear, rounded, np.arange(K), before), "sums")
     assert np.array_equal(together[2:5], rows(2, 5))
     for row in range(7):
         alone = rows(row, row + 1)[0]
@@ -263,24 +237,16 @@ def test_all_residuals_as_tiles(
         assert np.array_equal(alone, together[row]) or linear.codebook is not None
 
 
-@pytest.mark.parametrize("kind", ["packed_linear", "packed_codebook_linear"])
+@pytest.mark.parametrize("pack", [pack_linear, pack_codebook_linear])
 @pytest.mark.parametrize("residual_bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(
     ("bits", "rows", "N", "K", "group"), [(3, 2, 40, 96, 32), (4, 7, 33, 173, 64), (3, 16, 300, 1088, 128)]
 )
 def test_product_with_few_rows_and_the_residuals_beside_it(
-    request: pytest.FixtureRequest,
-    machine: Callable[..., Any],
-    kind: str,
-    bits: int,
-    residual_bits: int,
-    rows: int,
-    N: int,
-    K: int,
-    group: int,
+    pack: Any, bits: int, residual_bits: int, rows: int, N: int, K: int, group: int
 ) -> None:
     rng = np.random.default_rng(rows + bits)
-    linear = request.getfixturevalue(kind)(
+    linear = pack(
         rng.standard_normal((N, K)).astype(np.float32), bits=bits, group_size=group, residual_bits=residual_bits
     )
     channels = np.sort(rng.permutation(K)[: K * 2 // 3])
@@ -288,24 +254,22 @@ def test_product_with_few_rows_and_the_residuals_beside_it(
     x = dequantize_groups(*rounded, group).double().numpy()
     expected = x @ (dequantize(linear).astype(np.float64) + panels.restored(linear, channels)).T
     before = rng.standard_normal((rows, N)).astype(np.float32)
-    assert_close(product_beside(machine, linear, rounded, channels), expected, "sums")
-    assert_close(product_beside(machine, linear, rounded, channels, before), expected + before, "sums")
+    assert_close(product_beside(linear, rounded, channels), expected, "sums")
+    assert_close(product_beside(linear, rounded, channels, before), expected + before, "sums")
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", ["layers.0.qkv", "layers.11.down"])
-def test_few_rows_of_real_weights(
-    machine: Callable[..., Any], packed_linear: Callable[..., PackedLinear], smollm2_hf: Path, name: str
-) -> None:
+def test_few_rows_of_real_weights(smollm2_hf: Path, name: str) -> None:
     """All residuals of a real matrix bring rows with one huge activation near the product in full precision."""
     weight = Checkpoint.open(smollm2_hf).linear(name)[0].float().numpy()
-    linear = packed_linear(weight, bits=3, group_size=64, residual_bits=4)
+    linear = pack_linear(weight, bits=3, group_size=64, residual_bits=4)
     K = weight.shape[1]
     values = np.random.default_rng(3).standard_normal((5, K)).astype(np.float32)
     values[:, 7] *= 300
     rounded = quantize_groups(torch.from_numpy(values), 64)
     x = dequantize_groups(*rounded, 64).double().numpy()
-    found = product_beside(machine, linear, rounded, np.arange(K))
+    found = product_beside(linear, rounded, np.arange(K))
     base = dequantize(linear).astype(np.float64)
     assert_close(found, x @ (base + panels.restored(linear, np.arange(K))).T, "sums")
     exact = x @ weight.T.astype(np.float64)
@@ -314,13 +278,11 @@ def test_few_rows_of_real_weights(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0), (0, 95), (2, 17)])
-def test_a_number_that_is_not_finite_fails_the_step(
-    machine: Callable[..., Any], value: float, place: tuple[int, int]
-) -> None:
+def test_a_number_that_is_not_finite_fails_the_step(value: float, place: tuple[int, int]) -> None:
     x = aligned_zeros((4, 96), np.float32)
     x[:] = 3e38
     x[3] = np.nan  # no row whose logits are wanted
-    driver = machine(5, logit_rows=3)
+    driver = Machine(5, logit_rows=3)
     driver.run(op.Check(matrix(x), 96))
     assert not driver.failed
     x[place] = value

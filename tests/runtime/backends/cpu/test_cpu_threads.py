@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,6 +16,7 @@ from runtime.backends.cpu.data.records import ACTIVE, CLOSED, CONTROL_WORDS, SLE
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.cpu.machine.sync import wait_while
 from runtime.backends.decoder import DecoderOptions, Step
+from tests.runtime.conftest import make_model
 
 
 def decode(decoder: CpuDecoder, position: int, *, draft: bool = False) -> np.ndarray[Any, Any]:
@@ -26,12 +26,12 @@ def decode(decoder: CpuDecoder, position: int, *, draft: bool = False) -> np.nda
 
 
 @pytest.fixture
-def decoder(tiny_model: Callable[..., Any]) -> CpuDecoder:
-    return CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=5, k_chunk=64))
+def decoder() -> CpuDecoder:
+    return CpuDecoder(make_model(), DecoderOptions(context=64, threads=5, k_chunk=64))
 
 
-def test_crews_of_any_size_give_the_same_numbers(decoder: CpuDecoder, tiny_model: Callable[..., Any]) -> None:
-    alone = CpuDecoder(tiny_model(), DecoderOptions(context=64, threads=1, k_chunk=64))
+def test_crews_of_any_size_give_the_same_numbers(decoder: CpuDecoder) -> None:
+    alone = CpuDecoder(make_model(), DecoderOptions(context=64, threads=1, k_chunk=64))
     wanted = [decode(alone, position) for position in range(40)]
     rng = np.random.default_rng(0)
     with decoder.session():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from runtime.backends.decoder import DecoderOptions
 from runtime.backends.operations.linear import gemv_int8, quantize_groups
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.runtime.backends.cpu.machine import Activations, matrix
+from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
 from tests.runtime.backends.cpu.test_cpu_kernels import product
 from tests.runtime.backends.steps import prompt_and_token
 from tests.runtime.backends.trellises import mixture, random_trellis
@@ -37,7 +36,7 @@ from tests.runtime.backends.trellises import mixture, random_trellis
     rows=st.integers(1, 20),
     seed=st.integers(0, 1000),
 )
-def test_any_product(machine: Callable[..., Any], N: int, blocks: int, bits: int, rows: int, seed: int) -> None:
+def test_any_product(N: int, blocks: int, bits: int, rows: int, seed: int) -> None:
     """Activations have a mean, which an offset of the levels would add up."""
     rng, K = np.random.default_rng(seed), 32 * blocks
     linear = random_trellis(N, K, bits, seed=seed)
@@ -46,19 +45,19 @@ def test_any_product(machine: Callable[..., Any], N: int, blocks: int, bits: int
     expected = gemv_int8(codes, scales, linear).numpy()
     largest = 128 * x.abs().sum(1, keepdim=True).numpy() * linear.scales.T.astype(np.float64)
     ordered = codes.numpy().reshape(rows, -1, 32)[:, :, ROTATED_ORDER].reshape(rows, K)
-    found = product(machine, linear, ordered, scales.numpy())
+    found = product(linear, ordered, scales.numpy())
     assert (np.abs(found - expected) <= 1e-6 * largest).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("K", [32, 64, 172, 1088])
-def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(machine: Callable[..., Any], rows: int, K: int) -> None:
+def test_norm_rotates_what_it_quantizes_and_leaves_the_rest(rows: int, K: int) -> None:
     rng = np.random.default_rng(K + rows)
     source = aligned_zeros((padded(rows, 16), padded(K, 32)), np.float32)
     source[:rows, :K] = rng.standard_normal((rows, K)) * np.exp(rng.standard_normal(K))
     out, inputs = np.zeros_like(source), Activations(rows, K, 64)
     to = op.Input(K, False, matrix(out), inputs.places, group_blocks=2, rotated=True)
-    machine(rows).run(op.Norm(matrix(source), to, 0, eps=0.0))
+    Machine(rows).run(op.Norm(matrix(source), to, 0, eps=0.0))
     np.testing.assert_array_equal(out[:rows], source[:rows])
     expected = trellis.rotate(source[:rows, :K])
     for row in range(rows):

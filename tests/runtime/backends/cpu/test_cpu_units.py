@@ -194,8 +194,9 @@ def test_the_instruction_set_names_every_unit_and_no_other() -> None:
 
     named |= {own for value in vars(units).values() for own in listed(value) if isinstance(own, Unit)}
     modules = [import_module(f"{units.__name__}.{found.name}") for found in pkgutil.iter_modules(units.__path__)]
-    assert named == {own for module in (executor, *modules) for own in vars(module).values() if isinstance(own, Unit)}
-    assert all(own and own.function.__name__ == own.name for own in named)
+    places = [place for module in (executor, *modules) for place in vars(module).items()]
+    assert named == {own for _, own in places if isinstance(own, Unit)}
+    assert all(name == own.name and own.function for name, own in places if isinstance(own, Unit))
 
 
 def test_new_sources_are_not_compiled_under_an_old_name(tmp_path: Path) -> None:

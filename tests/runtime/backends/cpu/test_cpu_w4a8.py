@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +19,13 @@ from runtime.backends.decoder import DecoderOptions
 from tests.close import assert_close
 from tests.guarded import aligned_zeros
 from tests.models.conftest import TEXT, write_checkpoint
-from tests.runtime.backends.cpu.machine import Activations, matrix
+from tests.runtime.backends.cpu.machine import Activations, Machine, matrix
 from tests.runtime.backends.steps import prompt_and_token
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("K", [64, 172, 1088])
-def test_norm_rounds_tokens_by_one_scale(machine: Callable[..., Any], rows: int, K: int) -> None:
+def test_norm_rounds_tokens_by_one_scale(rows: int, K: int) -> None:
     rng = np.random.default_rng(K + rows)
     source = aligned_zeros((padded(rows, 16), padded(K, 32)), np.float32)
     source[:rows, :K] = rng.standard_normal((rows, K)) * np.exp(rng.standard_normal(K))
@@ -35,19 +33,19 @@ def test_norm_rounds_tokens_by_one_scale(machine: Callable[..., Any], rows: int,
     weight[:K] = 1
     out, inputs = np.zeros_like(source), Activations(rows, K, 128)
     to = op.Input(K, False, matrix(out), inputs.places, group_blocks=4, per_token=True)
-    machine(rows).run(op.Norm(matrix(source), to, int(weight.ctypes.data), eps=1e-5))
+    Machine(rows).run(op.Norm(matrix(source), to, int(weight.ctypes.data), eps=1e-5))
     check(inputs, out[:rows, :K])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_gate_rounds_tokens_by_one_scale(machine: Callable[..., Any], rows: int) -> None:
+def test_gate_rounds_tokens_by_one_scale(rows: int) -> None:
     rng, width = np.random.default_rng(rows), 172
     source = aligned_zeros((16, 2 * padded(width, 32)), np.float32)
     source[:rows, : 2 * width] = rng.standard_normal((rows, 2 * width)) * 4
     out, inputs = aligned_zeros((16, padded(width, 32)), np.float32), Activations(rows, width, 64)
     out[:] = 7
     to = op.Input(width, False, matrix(out), inputs.places, 2, True)
-    machine(rows).run(op.Gate(matrix(source), to, op.FORMS["silu"]))
+    Machine(rows).run(op.Gate(matrix(source), to, op.FORMS["silu"]))
     assert not out[:rows, width:].any()
     check(inputs, out[:rows, :width])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from runtime.backends.operations.layers import attend, rms_norm, rotate, silu_ga
 from runtime.backends.operations.linear import dequantize, dequantize_groups, gemv, gemv_int8, quantize_groups
 from runtime.errors import InvalidActivationError
 from tests.close import Tolerance, assert_close
+from tests.runtime.conftest import pack_codebook_linear, pack_linear
 
 WIDTHS = [1, 31, 64, 172, 1024, 1025, 2100]
 
@@ -26,11 +26,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("N", "K", "group"), [(1, 1, 32), (5, 64, 32), (7, 172, 64), (3, 300, 128)])
-def test_dequantize_follows_the_formula(
-    packed_linear: Callable[..., Any], bits: int, N: int, K: int, group: int
-) -> None:
+def test_dequantize_follows_the_formula(bits: int, N: int, K: int, group: int) -> None:
     weight = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
-    packed = packed_linear(weight, bits=bits, group_size=group)
+    packed = pack_linear(weight, bits=bits, group_size=group)
     restored = dequantize(packed).numpy()
     step = np.repeat(packed.scales.astype(np.float32), group, axis=1)[:, :K]
     assert restored.shape == (N, K)
@@ -41,11 +39,9 @@ def test_dequantize_follows_the_formula(
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (5, 64), (7, 172)])
-def test_a_codebook_is_looked_up_by_every_row(
-    packed_codebook_linear: Callable[..., Any], bits: int, N: int, K: int
-) -> None:
+def test_a_codebook_is_looked_up_by_every_row(bits: int, N: int, K: int) -> None:
     weight = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
-    packed = packed_codebook_linear(weight, bits=bits)
+    packed = pack_codebook_linear(weight, bits=bits)
     codes = unpack(packed.codes, bits, K)
     restored = dequantize(packed).numpy()
     for n in range(N):
@@ -54,18 +50,18 @@ def test_a_codebook_is_looked_up_by_every_row(
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-def test_base_and_residual_together_restore_the_weight(packed_linear: Callable[..., Any], bits: int) -> None:
+def test_base_and_residual_together_restore_the_weight(bits: int) -> None:
     weight = np.random.default_rng(2).standard_normal((6, 100)).astype(np.float32)
-    packed = packed_linear(weight, bits=3, residual_bits=bits)
+    packed = pack_linear(weight, bits=3, residual_bits=bits)
     before = np.abs(dequantize(packed).numpy() - weight).max()
     after = np.abs(dequantize(packed).numpy() + dequantize_residual(packed.residual, 6).numpy().T - weight).max()
     assert after < before * {2: 1.0, 4: 0.1, 8: 0.006, 16: 0.001}[bits]
 
 
-@pytest.mark.parametrize("factory", ["packed_linear", "packed_codebook_linear"])
-def test_gemv_int8_equals_the_product_of_the_dequantized(request: pytest.FixtureRequest, factory: str) -> None:
+@pytest.mark.parametrize("make", [pack_linear, pack_codebook_linear])
+def test_gemv_int8_equals_the_product_of_the_dequantized(make: Any) -> None:
     weight = np.random.default_rng(3).standard_normal((9, 172)).astype(np.float32)
-    packed = request.getfixturevalue(factory)(weight, group_size=64, bias=np.arange(9, dtype=np.float32))
+    packed = make(weight, group_size=64, bias=np.arange(9, dtype=np.float32))
     codes, scales = quantize_groups(normal(4, 172), 64)
     x = dequantize_groups(codes, scales, 64)
     expected = gemv(x, dequantize(packed), torch.arange(9.0))

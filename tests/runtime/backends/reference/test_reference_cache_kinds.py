@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from runtime.kv.kinds import KINDS, KVKind
 from runtime.measure.speed import fill, measure_at
 from tests.close import assert_close
 from tests.runtime.backends.steps import rows
+from tests.runtime.conftest import make_model, make_spec
 
-Factory = Callable[..., Any]
 TOKENS = np.random.default_rng(5).integers(0, 96, 420).tolist()
 
 
@@ -36,8 +35,8 @@ def options(**changes: Any) -> DecoderOptions:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Factory, tiny_spec: Factory) -> Any:
-    return tiny_model(tiny_spec(max_context=512))
+def model() -> Any:
+    return make_model(make_spec(max_context=512))
 
 
 def test_steps_of_a_page_see_what_decoding_sees(model: Any) -> None:
@@ -99,8 +98,8 @@ def test_a_gap_is_refused_and_changes_nothing(kv: KVKind, model: Any) -> None:
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_cache_is_filled_without_a_prompt_of_its_length(kv: KVKind, tiny_model: Factory, tiny_spec: Factory) -> None:
-    decoder = ReferenceDecoder(tiny_model(tiny_spec(max_context=2100)), options(kv=kv, context=2100))
+def test_a_cache_is_filled_without_a_prompt_of_its_length(kv: KVKind) -> None:
+    decoder = ReferenceDecoder(make_model(make_spec(max_context=2100)), options(kv=kv, context=2100))
     fill(decoder, 2000)
     assert decoder.cache.length(0) == 2000
     kind = KINDS[kv]

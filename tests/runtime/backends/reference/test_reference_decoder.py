@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from runtime.backends.reference.decoder import ReferenceDecoder, _Pass
 from runtime.errors import InvalidActivationError, RequestError
 from tests.close import assert_close
 from tests.runtime.backends.steps import rows
+from tests.runtime.conftest import make_model, make_spec
 
-Factory = Callable[..., Any]
 TOKENS = [1, 7, 8, 9, 50, 95, 3, 3, 20, 41]
 
 
@@ -30,35 +29,33 @@ def options(**changes: Any) -> DecoderOptions:
 
 @pytest.mark.parametrize("kv", ["fp16", "int8"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_any_chunking_gives_the_same_logits(
-    tiny_model: Factory, tiny_spec: Factory, kv: str, window: int | None
-) -> None:
-    model = tiny_model(tiny_spec(windows=(window, None)))
+def test_any_chunking_gives_the_same_logits(kv: str, window: int | None) -> None:
+    model = make_model(make_spec(windows=(window, None)))
     whole = run(ReferenceDecoder(model, options(kv=kv)), TOKENS)
     decoder = ReferenceDecoder(model, options(kv=kv))
     parts = [run(decoder, TOKENS[a:b], start=a) for a, b in ((0, 3), (3, 4), (4, 9), (9, 10))]
     assert_close(np.concatenate(parts), whole, "model")
 
 
-def test_slots_do_not_see_each_other(tiny_model: Factory) -> None:
-    model = tiny_model()
+def test_slots_do_not_see_each_other() -> None:
+    model = make_model()
     decoder = ReferenceDecoder(model, options(slots=3))
     alone = [run(ReferenceDecoder(model, options()), tokens) for tokens in (TOKENS[:8], TOKENS[:1:-1])]
     step = rows([*TOKENS[:8], *TOKENS[:1:-1]], [2] * 8 + [0] * 8, [*range(8), *range(8)])
     assert np.array_equal(decoder.forward(step), np.concatenate(alone))
 
 
-def test_writing_at_a_lower_position_cuts_the_sequence_back(tiny_model: Factory) -> None:
-    decoder = ReferenceDecoder(tiny_model(), options())
+def test_writing_at_a_lower_position_cuts_the_sequence_back() -> None:
+    decoder = ReferenceDecoder(make_model(), options())
     run(decoder, TOKENS)
     again = run(decoder, [60, 61], start=4)
-    fresh = run(ReferenceDecoder(tiny_model(), options()), [*TOKENS[:4], 60, 61])[4:]
+    fresh = run(ReferenceDecoder(make_model(), options()), [*TOKENS[:4], 60, 61])[4:]
     assert_close(again, fresh, "model")
 
 
 @pytest.mark.parametrize("select", ["approx", "random"])
-def test_only_the_rows_asked_for_come_back(tiny_model: Factory, select: str) -> None:
-    decoder = ReferenceDecoder(tiny_model(), options(k_chunk=64, select=select))
+def test_only_the_rows_asked_for_come_back(select: str) -> None:
+    decoder = ReferenceDecoder(make_model(), options(k_chunk=64, select=select))
     every = run(decoder, TOKENS)
     assert_close(decoder.forward(Step.of(TOKENS, 0, [2, 9])), every[[2, 9]], "model")
 
@@ -74,8 +71,8 @@ class FullPrecision(_Pass):
 
 @pytest.mark.parametrize("codebook", [False, True])
 @pytest.mark.parametrize("bits", [3, 4])
-def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bits: int, codebook: bool) -> None:
-    model = tiny_model(bits=bits, codebook=codebook)
+def test_every_channel_at_8_bits_restores_full_precision(bits: int, codebook: bool) -> None:
+    model = make_model(bits=bits, codebook=codebook)
 
     def error(k_chunk: int, **more: Any) -> float:
         logits = run(ReferenceDecoder(model, options(k_chunk=k_chunk, select="exact")), TOKENS, **more)
@@ -90,8 +87,8 @@ def test_every_channel_at_8_bits_restores_full_precision(tiny_model: Factory, bi
     assert error(1024, compensate=False) == errors[0]
 
 
-def test_compensated_rows_use_their_own_activations(tiny_model: Factory) -> None:
-    model = tiny_model(bits=3)
+def test_compensated_rows_use_their_own_activations() -> None:
+    model = make_model(bits=3)
     for select in ("approx", "exact", "static", "random"):
         whole = run(ReferenceDecoder(model, options(k_chunk=100, select=select)), TOKENS)
         decoder = ReferenceDecoder(model, options(k_chunk=100, select=select))
@@ -99,8 +96,8 @@ def test_compensated_rows_use_their_own_activations(tiny_model: Factory) -> None
         assert_close(whole, single, "half cache")  # halves of the cache may round the other way
 
 
-def test_selectors_differ_and_recall_is_measured(tiny_model: Factory) -> None:
-    model = tiny_model(bits=3)
+def test_selectors_differ_and_recall_is_measured() -> None:
+    model = make_model(bits=3)
     recalls = {}
     for select in ("approx", "exact", "static", "random"):
         decoder = ReferenceDecoder(model, options(k_chunk=128, select=select, measure_recall=True))
@@ -111,21 +108,21 @@ def test_selectors_differ_and_recall_is_measured(tiny_model: Factory) -> None:
     assert recalls["random"] < 0.4 < recalls["approx"] < 1.0
 
 
-def test_k_chunk_by_layer_type_touches_only_that_type(tiny_model: Factory) -> None:
-    model = tiny_model(bits=3)
+def test_k_chunk_by_layer_type_touches_only_that_type() -> None:
+    model = make_model(bits=3)
     base, head = (run(ReferenceDecoder(model, options(k_chunk=k)), TOKENS) for k in (0, {"head": 1024}))
     assert not np.allclose(base, head)
     np.testing.assert_array_equal(base, run(ReferenceDecoder(model, options(k_chunk={"down": 0})), TOKENS))
 
 
-def test_compensation_without_residuals_is_refused(tiny_model: Factory) -> None:
+def test_compensation_without_residuals_is_refused() -> None:
     with pytest.raises(RequestError, match="without residuals"):
-        ReferenceDecoder(tiny_model(residual_bits=0), options(k_chunk=8))
-    assert ReferenceDecoder(tiny_model(residual_bits=0), options()).recall is None
+        ReferenceDecoder(make_model(residual_bits=0), options(k_chunk=8))
+    assert ReferenceDecoder(make_model(residual_bits=0), options()).recall is None
 
 
-def test_a_damaged_model_is_noticed(tiny_model: Factory) -> None:
-    model = tiny_model()
+def test_a_damaged_model_is_noticed() -> None:
+    model = make_model()
     model.vectors["layers.1.post_norm"][3] = np.nan
     with pytest.raises(InvalidActivationError, match="logits"):
         run(ReferenceDecoder(model, options()), TOKENS)
@@ -133,8 +130,8 @@ def test_a_damaged_model_is_noticed(tiny_model: Factory) -> None:
         run(ReferenceDecoder(model, options(k_chunk=8)), TOKENS)
 
 
-def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
-    model = tiny_model()
+def test_sizes_are_those_of_the_buffers() -> None:
+    model = make_model()
     half, int8 = (ReferenceDecoder(model, options(kv=kv, slots=2, context=128)) for kv in ("fp16", "int8"))
     assert half.kv_bytes == 2 * 2 * 2 * 128 * 2 * 16 * 2  # K and V, layers, slots, context, heads, dim, bytes
     assert int8.kv_bytes == 2 * 2 * 2 * 128 * 2 * (16 + 4)
@@ -142,6 +139,6 @@ def test_sizes_are_those_of_the_buffers(tiny_model: Factory) -> None:
     assert half.weight_bytes == packed + 5 * 64 * 4
     half.close()
     half.close()
-    model = tiny_model(codebook=True)
+    model = make_model(codebook=True)
     packed = sum(p.codes.nbytes + p.scales.nbytes + p.codebook.nbytes for p in model.linears.values())
     assert ReferenceDecoder(model, options()).weight_bytes == packed + 5 * 64 * 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.runtime.backends.triton.interpreter import DEVICE, HAS_CUDA, patched_once
+from tests.runtime.conftest import make_model, make_spec
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,12 +50,12 @@ def _order(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def small(tiny_model: Any, tiny_spec: Any) -> Callable[..., Any]:
+def small() -> Callable[..., Any]:
     """Makes models as small as `SMALL`: fields of their spec that differ, and how they are packed."""
     from tests.runtime.backends.triton.decoding import SMALL
 
     def make(changes: Mapping[str, Any] | None = None, **build: Any) -> Any:
-        return tiny_model(tiny_spec(**{**SMALL, **(changes or {})}), **build)
+        return make_model(make_spec(**{**SMALL, **(changes or {})}), **build)
 
     return make
 

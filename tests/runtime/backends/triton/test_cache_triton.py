@@ -25,6 +25,7 @@ from runtime.kv.groups import cache_bytes
 from runtime.kv.kinds import KINDS, PARTS, KVKind
 from tests.close import TOLERANCES, Tolerance, assert_close
 from tests.grid import QUICK_CACHES, grid
+from tests.runtime.conftest import make_spec
 
 WINDOWED: list[KVKind] = [name for name, kind in KINDS.items() if kind.windowed]
 TOKENWISE: list[KVKind] = [name for name, kind in KINDS.items() if not kind.windowed]
@@ -36,10 +37,10 @@ LARGE_KEYS = Tolerance(
 )
 
 
-def test_layers_with_attention_have_the_pages(tiny_spec: Any, device: str) -> None:
+def test_layers_with_attention_have_the_pages(device: str) -> None:
     """One behind the other, whatever layers are between them, and as many as slots are to share."""
     mixers = ("convolution", "attention", "convolution", "attention")
-    spec = tiny_spec(num_layers=4, mixers=mixers, conv_kernel_size=3)
+    spec = make_spec(num_layers=4, mixers=mixers, conv_kernel_size=3)
     cache = GpuCache(KINDS["int8"], spec, context=100, slots=3, max_rows=8, device=torch.device(device), pages=5)
     assert cache.table.capacity == 5
     assert list(cache.layers) == [1, 3]
@@ -181,11 +182,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tiny_spec: Any, device: str) -> Any:
+def pair(device: str) -> Any:
     """Makes pairs of caches."""
 
     def make(name: KVKind, *, D: int = 32, H: int = 4, H_kv: int = 2, layers: int = 2, **sizes: Any) -> Pair:
-        spec = tiny_spec(head_dim=D, num_heads=H, num_kv_heads=H_kv, num_layers=layers, windows=(None,) * layers)
+        spec = make_spec(head_dim=D, num_heads=H, num_kv_heads=H_kv, num_layers=layers, windows=(None,) * layers)
         return Pair(spec, name, device, **sizes)
 
     return make

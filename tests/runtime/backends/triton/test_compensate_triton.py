@@ -34,6 +34,7 @@ from tests.runtime.backends.contract.operands import activations
 from tests.runtime.backends.trellises import random_trellis
 from tests.runtime.backends.triton.decoding import assert_replayed, step
 from tests.runtime.backends.triton.operands import poisoned
+from tests.runtime.conftest import make_model, make_spec, pack_linear
 
 BITS = [2, 4, 8, 16]
 
@@ -70,12 +71,12 @@ class Layer:
 
 
 @pytest.fixture
-def layer(device: str, packed_linear: Any) -> Any:
+def layer(device: str) -> Any:
     """Builds a `Layer` of random weights."""
 
     def build(N: int, K: int, *, bits: int = 4, k_chunk: int = 16, mode: Any = "approx") -> Layer:
         weight = np.random.default_rng(N + K).standard_normal((N, K)).astype(np.float32)
-        return Layer(packed_linear(weight, bits=3, residual_bits=bits), device, k_chunk, mode)
+        return Layer(pack_linear(weight, bits=3, residual_bits=bits), device, k_chunk, mode)
 
     return build
 
@@ -105,12 +106,12 @@ def test_the_numbers_do_not_depend_on_the_programs(layer: Any, bits: int) -> Non
     ],
 )
 def test_one_launch_multiplies_and_compensates(
-    packed_linear: Any, device: str, kind: str, bits: int, residual_bits: int, mode: Any
+    device: str, kind: str, bits: int, residual_bits: int, mode: Any
 ) -> None:
     """The bits of two launches, of a product in one part and in two, with a last block that is not full."""
     N, K = 300, 1100
     weight = np.random.default_rng(5).standard_normal((N, K)).astype(np.float32)
-    one = Layer(packed_linear(weight, bits=bits, residual_bits=residual_bits), device, 30, mode)
+    one = Layer(pack_linear(weight, bits=bits, residual_bits=residual_bits), device, 30, mode)
     main, x, read = Workspace(device), halves(1, K), halves(1, K).to(device)
     sums, positions = torch.empty(1, 35, device=device), torch.tensor([3], dtype=torch.int32, device=device)
     piece_sums(read, sums)
@@ -129,9 +130,9 @@ def test_one_launch_multiplies_and_compensates(
 
 
 def test_a_token_has_the_same_logits_whether_its_products_are_compensated_in_one_launch(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, found, launches = tiny_model(tiny_spec(), bits=4), [], []
+    model, found, launches = make_model(make_spec(), bits=4), [], []
     launch = kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *of: (launches.append(of[3].product is not None), launch(*of)))
     for alone in (None, "programs run in turn"):

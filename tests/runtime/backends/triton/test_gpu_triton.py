@@ -25,7 +25,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
-from tests.runtime.conftest import LATENTS, STREAMS
+from tests.runtime.conftest import LATENTS, STREAMS, make_model, make_spec
 from tests.runtime.engine.talking import DELTA
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
@@ -107,16 +107,16 @@ def test_why_a_card_cannot_be_used(cards: Callable[..., None], card: Any, missin
 
 
 def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
-    cards: Callable[..., None], tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards(CARD)
     monkeypatch.setattr(backend("triton"), "open", failing(OutOfMemoryError("3 GiB are free")))
     options = DecoderOptions(context=64, max_rows=4, threads=1)
-    decoder, reason = opening.open_decoder(tiny_model(), options)
+    decoder, reason = opening.open_decoder(make_model(), options)
     assert decoder.backend == "cpu"
     assert "3 GiB are free" in reason
     with pytest.raises(OutOfMemoryError):
-        opening.open_decoder(tiny_model(), options, "triton")
+        opening.open_decoder(make_model(), options, "triton")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,10 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     ],
 )
 def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(
-    cards: Callable[..., None],
-    tiny_model: Callable[..., Any],
-    tiny_spec: Callable[..., Any],
-    changes: dict[str, Any],
-    what: str,
+    cards: Callable[..., None], changes: dict[str, Any], what: str
 ) -> None:
     cards(CARD)
-    model, options = tiny_model(tiny_spec(**changes)), DecoderOptions(context=64, max_rows=4, threads=1)
+    model, options = make_model(make_spec(**changes)), DecoderOptions(context=64, max_rows=4, threads=1)
     sizes = ModelSizes(weight_bytes=0, recipe=Recipe(method="rtn"))
     for name in ("triton", "shared"):
         with pytest.raises(BackendError, match=f"no GPU kernels for (the )?{what}"):
@@ -149,15 +145,13 @@ def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(
     assert what in reason
 
 
-def test_what_does_not_fit_the_card_is_planned_for_main_memory(
-    cards: Callable[..., None], tiny_spec: Callable[..., Any]
-) -> None:
+def test_what_does_not_fit_the_card_is_planned_for_main_memory(cards: Callable[..., None]) -> None:
     cards(CARD)
     room = MemoryInfo(total_bytes=64 << 30, available_bytes=48 << 30, limit_bytes=None)
 
     def planned(size: int, asked: str = "auto", layers: int | None = None) -> LoadPlan:
         info = SimpleNamespace(summary=SimpleNamespace(gpu_bytes=size << 30, residual_bytes=1 << 30))
-        model: Any = SimpleNamespace(spec=tiny_spec(), info=info, recipe=None, path=Path(), mtp=None)
+        model: Any = SimpleNamespace(spec=make_spec(), info=info, recipe=None, path=Path(), mtp=None)
         return plan_load(model, LoadOptions(backend=asked, layers_on_device=layers), memory=room)
 
     small, large = planned(1), planned(5)
@@ -257,7 +251,7 @@ FAILURES: dict[str, tuple[BaseException, str, str]] = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
-    cards: Callable[..., None], case: str, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any]
+    cards: Callable[..., None], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found when the backend is probed; the CPU takes the model, and doctor would name the reason and the fix."""
     error, reason, fix = FAILURES[case]
@@ -271,7 +265,7 @@ def test_a_card_that_runs_no_kernel_is_out_and_it_is_said_why(
     assert reason in found.reason
     assert fix in (found.fix or "")
     assert "\n" not in found.reason
-    decoder, why = opening.open_decoder(tiny_model(), DecoderOptions(context=64, max_rows=4, threads=1))
+    decoder, why = opening.open_decoder(make_model(), DecoderOptions(context=64, max_rows=4, threads=1))
     assert decoder.backend == "cpu"
     assert reason in why
     decoder.close()
@@ -346,11 +340,11 @@ def test_a_card_that_refuses_cooperative_launches_can_be_used(
 
 @pytest.mark.parametrize("refused", [None, "operation not supported"])
 def test_compensation_then_takes_two_launches(
-    tiny_model: Any, tiny_spec: Any, device: str, monkeypatch: pytest.MonkeyPatch, refused: str | None
+    device: str, monkeypatch: pytest.MonkeyPatch, refused: str | None
 ) -> None:
     """Which give the same bits (test_compensate_triton.py), and the user is told."""
     options = DecoderOptions(context=8, max_rows=1, k_chunk=64)
-    decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), options, device)
+    decoder = TritonDecoder(make_model(make_spec(), bits=4), options, device)
     decoder.buffers.alone = refused
     found: list[bool] = []
     monkeypatch.setattr(products, "compensate", lambda *operands, **_: found.append(operands[4].fused))
@@ -388,14 +382,12 @@ def test_what_triton_compiles_is_kept_where_only_this_user_can_write(
     assert found == tmp_path / used if used else not found.is_relative_to(tmp_path)
 
 
-def test_a_started_driver_is_not_planned_for_twice(
-    cards: Callable[..., None], tiny_spec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_started_driver_is_not_planned_for_twice(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """But what it will keep for kernels is: 1 KiB for each thread that the card can hold."""
     sizes = ModelSizes(weight_bytes=1 << 20)
 
     def overhead() -> int:
-        return backend("triton").footprint(tiny_spec(), sizes, compensated=False).overhead_bytes
+        return backend("triton").footprint(make_spec(), sizes, compensated=False).overhead_bytes
 
     cards(CARD)
     before = overhead()
@@ -406,10 +398,10 @@ def test_a_started_driver_is_not_planned_for_twice(
 
 
 def test_a_card_that_stopped_working_is_out_until_the_program_is_restarted(
-    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tiny_model: Any, tiny_spec: Any, device: str
+    cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     """And closing what was on it is no error."""
-    decoder = TritonDecoder(tiny_model(tiny_spec(), bits=4), DecoderOptions(context=8, max_rows=1), device)
+    decoder = TritonDecoder(make_model(make_spec(), bits=4), DecoderOptions(context=8, max_rows=1), device)
     cards(CARD)
     gpu.launch_once()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

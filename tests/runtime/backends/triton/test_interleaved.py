@@ -25,6 +25,7 @@ from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
 from runtime.backends.triton.layout import repack
 from runtime.backends.triton.residual import residuals_to_device
 from runtime.backends.triton.workspace import Workspace
+from tests.runtime.conftest import pack_linear
 
 if torch.cuda.is_available():
     pytest.skip("the interpreter is for machines without a GPU", allow_module_level=True)
@@ -39,11 +40,11 @@ N_TB, LAUNCHES, SCHEDULES = 3, 3, 12
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "with the product"])
-def compensated(packed_linear: Any, request: pytest.FixtureRequest) -> Callable[..., bool]:
+def compensated(request: pytest.FixtureRequest) -> Callable[..., bool]:
     """Runs launches of fused compensation under one schedule and says whether each was right to the bit."""
     N, K = 520, 1100  # three lines of 256 outputs, two chunks of channels
     weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
-    packed = packed_linear(weight, bits=3, residual_bits=4)
+    packed = pack_linear(weight, bits=3, residual_bits=4)
     residual = residuals_to_device([packed.residual], packed.shape, "cpu")
     selection = make_selection(packed, k_chunk=10, device="cpu")
     rows = [torch.randn(1, K, generator=torch.Generator().manual_seed(i)).half() for i in range(LAUNCHES)]
@@ -232,12 +233,12 @@ def router(_pack: Any) -> Merged:
 
 @pytest.mark.parametrize("fences", [True, False])
 @pytest.mark.parametrize("made", [split_product, split_product_of_tokens, summed_experts, router])
-def test_parts_are_merged_once_all_of_them_are_there(packed_linear: Any, made: Any, fences: bool) -> None:
+def test_parts_are_merged_once_all_of_them_are_there(made: Any, fences: bool) -> None:
     """The same under every schedule, over counters that are set back; without fences it is not.
 
     Parts of another launch would be seen, as its scratch is overwritten.
     """
-    launch, results, scratch = made(packed_linear)
+    launch, results, scratch = made(pack_linear)
     expected, right, workspace = [torch.empty_like(one) for one in results], [], Workspace("cpu")
     launch(expected, Workspace("cpu"))
     for seed in range(4):
@@ -249,10 +250,10 @@ def test_parts_are_merged_once_all_of_them_are_there(packed_linear: Any, made: A
     assert all(right) == fences
 
 
-def test_rows_that_share_what_they_fetch_are_right_under_every_schedule(packed_linear: Any) -> None:
+def test_rows_that_share_what_they_fetch_are_right_under_every_schedule() -> None:
     """Each row has the bits that it has alone, however the programs that list, copy and add take turns."""
     K = 1100
-    packed = packed_linear(np.random.default_rng(3).standard_normal((40, K)).astype(np.float32), bits=3)
+    packed = pack_linear(np.random.default_rng(3).standard_normal((40, K)).astype(np.float32), bits=3)
     residual = residuals_to_device([packed.residual], packed.shape, "cpu")
     selection = make_selection(packed, k_chunk=6, device="cpu")
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(4)).half()

@@ -16,6 +16,7 @@ from runtime.backends.triton.layout import repack
 from runtime.backends.triton.sizes import code_words
 from runtime.errors import BackendError
 from tests.runtime.backends.triton.operands import dequantize, packed_matrix
+from tests.runtime.conftest import pack_codebook_linear
 
 
 @settings(max_examples=30)
@@ -32,10 +33,10 @@ def test_a_matrix_survives_the_layout_exactly(N, K, bits, group_size, seed):
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_stored_codebook_becomes_half_precision_values(packed_codebook_linear, bits):
+def test_a_stored_codebook_becomes_half_precision_values(bits):
     """The device's table holds products of a whole number and a half, rounded once."""
     rng = np.random.default_rng(bits)
-    packed = packed_codebook_linear(rng.normal(0, 0.02, (20, 600)).astype(np.float32), bits=bits, bias=rng.random(20))
+    packed = pack_codebook_linear(rng.normal(0, 0.02, (20, 600)).astype(np.float32), bits=bits, bias=rng.random(20))
     weight = repack(packed, "cpu")
     assert torch.equal(dequantize(weight), reference.dequantize(packed).half().float())
     np.testing.assert_array_equal(weight.bias.numpy(), packed.bias.astype(np.float32))

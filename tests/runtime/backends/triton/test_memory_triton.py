@@ -28,6 +28,7 @@ from runtime.text.sampling import SamplingOptions
 from tests.grid import grid
 from tests.runtime.backends.triton.counting import META, Card, counted
 from tests.runtime.backends.triton.shapes import MODELS, QWEN35, Shapes, residuals, without_numbers
+from tests.runtime.conftest import make_model, make_spec, pack_codebook_linear, pack_linear
 from tuner.detect import MemoryInfo
 
 GROWTH = 1 << 20
@@ -172,23 +173,21 @@ def test_scratch_holds_the_chunks_of_the_longest_step() -> None:
 @pytest.mark.parametrize(
     ("bits", "codebook", "N", "K"), [(3, False, 40, 96), (4, False, 7, 600), (4, True, 33, 512), (3, True, 8, 64)]
 )
-def test_weights_are_counted_as_they_are_laid_out(
-    packed_linear: Any, packed_codebook_linear: Any, bits: int, codebook: bool, N: int, K: int
-) -> None:
+def test_weights_are_counted_as_they_are_laid_out(bits: int, codebook: bool, N: int, K: int) -> None:
     weight = np.random.default_rng(0).standard_normal((N, K)).astype(np.float32)
-    packed = (packed_codebook_linear if codebook else packed_linear)(weight, bits=bits)
+    packed = (pack_codebook_linear if codebook else pack_linear)(weight, bits=bits)
     placed = repack(packed, "cpu")
     assert placed.nbytes == linear_bytes((N, K), bits, placed.group_size, bias=placed.bias is not None)
 
 
 @pytest.mark.gpu
-def test_a_card_has_as_much_free_after_an_unload_as_before(tiny_model: Any, tiny_spec: Any, cuda: str) -> None:
+def test_a_card_has_as_much_free_after_an_unload_as_before(cuda: str) -> None:
     """Two loads, both unloaded; the first one's context and modules stay, as they are the process's."""
-    spec = tiny_spec(
+    spec = make_spec(
         hidden_size=2048, intermediate_size=4096, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=128,
         vocab_size=32000, max_context=8192,
     )  # fmt: skip
-    model, options = tiny_model(spec, bits=4), DecoderOptions(context=8192, slots=4, k_chunk=64)
+    model, options = make_model(spec, bits=4), DecoderOptions(context=8192, slots=4, k_chunk=64)
     free = []
     for _ in range(3):
         decoder = backend("triton").open(model, options)

@@ -24,6 +24,7 @@ from runtime.kv.control import runs_of
 from runtime.kv.states import LONGEST_TAPS, RING, SMALL_STEP, WAITING, States
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.triton.operands import assert_left, left_of
+from tests.runtime.conftest import make_spec
 from tests.runtime.engine.talking import DELTA
 
 HALF = Tolerance(rtol=1e-3, atol=1e-4, why="sums in float32 in another order, rounded to half precision")
@@ -87,13 +88,11 @@ class Slots:
     [(True, True, 40, "backwards"), pytest.param(False, False, 300, "forwards", marks=SLOW)],
     indirect=["_order"],
 )
-def test_convolutions_are_those_of_whole_sequences(
-    tiny_spec: Any, device: str, compensated: bool, bias: bool, C: int
-) -> None:
+def test_convolutions_are_those_of_whole_sequences(device: str, compensated: bool, bias: bool, C: int) -> None:
     """Rows across the border of a ring, as many as have a launch of their own to enter it and one less, and two
     sequences at once; of the most taps, which read furthest."""
     taps = LONGEST_TAPS
-    spec = tiny_spec(hidden_size=C, num_layers=1, conv_kernel_size=taps, mixers=("convolution",))
+    spec = make_spec(hidden_size=C, num_layers=1, conv_kernel_size=taps, mixers=("convolution",))
     slots = Slots(spec, 3 * C, device, compensated=compensated)
     weight, added = slots.normal(taps, C), slots.normal(C) if bias else None
     recent = Recent(slots.states.recent[0], *(None if x is None else x.to(device) for x in (weight.flatten(), added)))
@@ -160,9 +159,9 @@ class Rule:
 
 
 @pytest.fixture
-def rule(tiny_spec: Any, device: str) -> Callable[..., Rule]:
+def rule(device: str) -> Callable[..., Rule]:
     def make(spec: DeltaSpec = NARROW, *, compensated: bool = False) -> Rule:
-        model = tiny_spec(num_layers=1, conv_kernel_size=TAPS, mixers=("delta",), delta=spec, gated=True)
+        model = make_spec(num_layers=1, conv_kernel_size=TAPS, mixers=("delta",), delta=spec, gated=True)
         return Rule(spec, model, device, compensated=compensated)
 
     return make

@@ -25,6 +25,7 @@ from runtime.backends.triton.workspace import Workspace
 from runtime.errors import BackendError
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.triton.operands import choice, grouped, poisoned
+from tests.runtime.conftest import pack_linear
 
 EXPERTS = 4
 SUMS = Tolerance(spread=1e-5, why="sums in another order")
@@ -39,7 +40,7 @@ CASES = [
 
 
 @pytest.fixture
-def residuals(packed_linear: Any) -> Any:
+def residuals() -> Any:
     """Experts' matrices of a shape, with residuals of so many bits and statistics of their own."""
 
     def make(N: int, K: int, bits: int) -> list[PackedLinear]:
@@ -47,7 +48,7 @@ def residuals(packed_linear: Any) -> Any:
         weights = [rng.standard_normal((N, K)).astype(np.float32) for _ in range(EXPERTS)]
         return [
             replace(
-                packed_linear(weight, name=f"layers.0.experts.{number}.down", residual_bits=bits),
+                pack_linear(weight, name=f"layers.0.experts.{number}.down", residual_bits=bits),
                 mean_square=rng.random(K).astype(np.float32),
             )
             for number, weight in enumerate(weights)
@@ -200,9 +201,9 @@ PRODUCTS = Tolerance(spread=1e-4, why="products of halves are exact; sums of som
     ("M", "N", "K", "bits", "k"),
     [(3, 40, 70, 4, 9), (70, 96, 64, 4, 64), (2, 33, 40, 2, 33), (5, 64, 33, 8, 1), (2, 50, 40, 16, 40)],
 )
-def test_some_channels_of_all_rows(packed_linear: Any, device: str, M: int, N: int, K: int, bits: int, k: int) -> None:
+def test_some_channels_of_all_rows(device: str, M: int, N: int, K: int, bits: int, k: int) -> None:
     rng = np.random.default_rng(M + N)
-    linear = packed_linear(rng.standard_normal((N, K)).astype(np.float32), bits=3, residual_bits=bits)
+    linear = pack_linear(rng.standard_normal((N, K)).astype(np.float32), bits=3, residual_bits=bits)
     residual = residuals_to_device([linear.residual], (N, K), device)
     x = torch.from_numpy(rng.standard_normal((M, K))).half().to(device)
     chosen = torch.from_numpy(np.sort(rng.permutation(K)[:k]).astype(np.int32)).to(device)
@@ -216,8 +217,8 @@ def test_some_channels_of_all_rows(packed_linear: Any, device: str, M: int, N: i
     assert_close(out.cpu(), expected, PRODUCTS)
 
 
-def test_operands_that_do_not_belong_together_are_refused(packed_linear: Any, device: str) -> None:
-    linear = packed_linear(np.ones((32, 64), np.float32), residual_bits=4)
+def test_operands_that_do_not_belong_together_are_refused(device: str) -> None:
+    linear = pack_linear(np.ones((32, 64), np.float32), residual_bits=4)
     residual = residuals_to_device([linear.residual], (32, 64), device)
     x, out = torch.zeros((2, 64), dtype=torch.float16, device=device), torch.zeros((2, 32), device=device)
     with pytest.raises(BackendError, match="63 rows"):
@@ -226,11 +227,11 @@ def test_operands_that_do_not_belong_together_are_refused(packed_linear: Any, de
         multiply(x, None, residual.codes.to(device), None, 4, out)
 
 
-def test_layers_arrive_one_ahead_in_two_buffers(packed_linear: Any, device: str) -> None:
+def test_layers_arrive_one_ahead_in_two_buffers(device: str) -> None:
     rng = np.random.default_rng(0)
     layers = []
     for K, channels in ((64, None), (96, [3, 50]), (32, [0, 31, 7]), (64, None)):
-        linear = packed_linear(rng.standard_normal((32, K)).astype(np.float32), residual_bits=4)
+        linear = pack_linear(rng.standard_normal((32, K)).astype(np.float32), residual_bits=4)
         chosen = None if channels is None else torch.tensor(channels, dtype=torch.int32, device=device)
         layers.append(Shared(residual=residuals_to_device([linear.residual], (32, K), device), channels=chosen))
     stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]

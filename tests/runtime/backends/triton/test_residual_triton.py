@@ -23,6 +23,7 @@ from runtime.backends.triton.residual import (
     row_lines,
 )
 from runtime.errors import BackendError
+from tests.runtime.conftest import pack_linear
 from tuner.detect import MemoryInfo
 
 GIB = 1 << 30
@@ -30,14 +31,14 @@ PLENTY = LockLimits(available_bytes=64 * GIB, memlock_bytes=None)
 
 
 @pytest.fixture
-def layers(packed_linear: Any) -> list[PackedLinear]:
+def layers() -> list[PackedLinear]:
     """Four layers with 4-bit residuals, and one without."""
     rng = np.random.default_rng(0)
     found = [
-        packed_linear(rng.standard_normal((40, 96)).astype(np.float32), name=f"layers.{i}.o", residual_bits=4)
+        pack_linear(rng.standard_normal((40, 96)).astype(np.float32), name=f"layers.{i}.o", residual_bits=4)
         for i in range(4)
     ]
-    return [*found, packed_linear(np.zeros((40, 96), np.float32), name="head", residual_bits=0)]
+    return [*found, pack_linear(np.zeros((40, 96), np.float32), name="head", residual_bits=0)]
 
 
 class Locker:
@@ -55,8 +56,8 @@ class Locker:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("N", [1, 32, 255, 256, 300])
-def test_codes_keep_the_canonical_packing(packed_linear: Any, device: str, bits: int, N: int) -> None:
-    packed = packed_linear(np.random.default_rng(N).standard_normal((N, 70)).astype(np.float32), residual_bits=bits)
+def test_codes_keep_the_canonical_packing(device: str, bits: int, N: int) -> None:
+    packed = pack_linear(np.random.default_rng(N).standard_normal((N, 70)).astype(np.float32), residual_bits=bits)
     placed = residuals_to_device([packed.residual], packed.shape, device)
     stored = packed.residual.codes
     words = placed.codes.numpy()
@@ -69,8 +70,8 @@ def test_codes_keep_the_canonical_packing(packed_linear: Any, device: str, bits:
 
 
 @pytest.mark.parametrize("N", [1, 63, 64, 65])
-def test_halves_lie_two_to_a_word(packed_linear: Any, device: str, N: int) -> None:
-    packed = packed_linear(np.random.default_rng(N).standard_normal((N, 70)).astype(np.float32), residual_bits=16)
+def test_halves_lie_two_to_a_word(device: str, N: int) -> None:
+    packed = pack_linear(np.random.default_rng(N).standard_normal((N, 70)).astype(np.float32), residual_bits=16)
     placed = residuals_to_device([packed.residual], packed.shape, device)
     halves = placed.codes.numpy().view(np.float16)
     np.testing.assert_array_equal(halves[:, :N], packed.residual.codes)

@@ -12,6 +12,7 @@ from runtime.backends.operations import channels as budget
 from runtime.backends.triton.kernels.select import Selection, make_selection, recall, select
 from tests.close import assert_close
 from tests.runtime.backends.contract.operands import activations
+from tests.runtime.conftest import pack_linear
 
 
 def halves(rows: int, K: int) -> torch.Tensor:
@@ -39,8 +40,8 @@ def run(x: torch.Tensor, selection: Selection, device: str, **more: Any) -> tupl
     return indices.cpu().long(), values.cpu(), int(flag)
 
 
-def test_a_selection_is_made_of_the_calibration(packed_linear: Any) -> None:
-    packed = packed_linear(np.random.default_rng(0).standard_normal((4, 1100)).astype(np.float32))
+def test_a_selection_is_made_of_the_calibration() -> None:
+    packed = pack_linear(np.random.default_rng(0).standard_normal((4, 1100)).astype(np.float32))
     selection = make_selection(packed, k_chunk=16, device="cpu")
     edges = budget.buckets(packed.rank_maximum, 18)
     assert (selection.k, selection.chunks) == (18, 2)
@@ -55,10 +56,8 @@ def test_a_selection_is_made_of_the_calibration(packed_linear: Any) -> None:
     ("mode", "bad"),
     [("approx", torch.nan), ("approx", -torch.inf), ("exact", torch.nan), ("static", torch.inf), ("random", torch.inf)],
 )
-def test_bad_activations_set_the_flag_and_nothing_else_breaks(
-    device: str, packed_linear: Any, mode: Any, bad: float
-) -> None:
-    packed = packed_linear(np.random.default_rng(0).standard_normal((4, 1100)).astype(np.float32))
+def test_bad_activations_set_the_flag_and_nothing_else_breaks(device: str, mode: Any, bad: float) -> None:
+    packed = pack_linear(np.random.default_rng(0).standard_normal((4, 1100)).astype(np.float32))
     x = halves(2, 1100)
     x[1, 1050:] = bad
     positions = torch.zeros(2, dtype=torch.int32, device=device)
@@ -107,7 +106,7 @@ def test_a_selection_that_makes_no_sense_is_refused(change: dict[str, Any], mess
         Selection(**({"width": 96, "k_chunk": 16, "k": 2} | change))
 
 
-def test_operands_that_do_not_fit_are_refused(device: str, packed_linear: Any) -> None:
+def test_operands_that_do_not_fit_are_refused(device: str) -> None:
     x = halves(1, 96)
     selection = calibrated(x, 32)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
@@ -121,6 +120,6 @@ def test_operands_that_do_not_fit_are_refused(device: str, packed_linear: Any) -
         select(x.to(device), selection, indices, values.half(), flag)
     with pytest.raises(ValueError, match="positions of all 1 rows"):
         select(x.to(device), calibrated(x, 32, "random"), indices, values, flag)
-    bare = packed_linear(np.zeros((4, 96), np.float32), residual_bits=0)
+    bare = pack_linear(np.zeros((4, 96), np.float32), residual_bits=0)
     with pytest.raises(ValueError, match="stored without residuals"):
         make_selection(bare, k_chunk=16, device="cpu")

@@ -22,6 +22,7 @@ from runtime.backends.triton import warmup
 from runtime.backends.triton.decoder import TritonDecoder
 from runtime.errors import BackendError, OutOfMemoryError
 from runtime.kv.kinds import KINDS
+from tests.runtime.conftest import make_spec
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[4]
@@ -118,9 +119,7 @@ def test_activations_beyond_half_precision_are_counted(small: Any, device: str) 
 
 
 @pytest.mark.parametrize("error", [BackendError("no compiler"), OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_a_first_step_that_fails_closes_the_model(
-    monkeypatch: pytest.MonkeyPatch, tiny_spec: Any, error: BaseException
-) -> None:
+def test_a_first_step_that_fails_closes_the_model(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     closed = []
 
     class Opened:
@@ -134,7 +133,7 @@ def test_a_first_step_that_fails_closes_the_model(
 
     monkeypatch.setattr("runtime.backends.triton.decoder.TritonDecoder", Opened)
     monkeypatch.setattr("runtime.backends.triton.warmup.warm_up", fail)
-    model: Any = SimpleNamespace(spec=tiny_spec())
+    model: Any = SimpleNamespace(spec=make_spec())
     with pytest.raises(type(error)):
         entrance.BACKEND.open(model, DecoderOptions())
     assert len(closed) == 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
 from runtime.backends.cpu.cache import CpuCache
@@ -132,25 +130,7 @@ class Attention:
                     np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
-def _distance(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+def distance(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
     """Error relative to the root mean square of what is expected."""
     assert np.isfinite(actual).all()
     return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
-
-
-@pytest.fixture(scope="session")
-def machine() -> Callable[..., Machine]:
-    """`Machine`, to be made with a number of rows."""
-    return Machine
-
-
-@pytest.fixture(scope="session")
-def attending() -> Callable[..., Attention]:
-    """`Attention`, to be made of a kind of cache and sizes."""
-    return Attention
-
-
-@pytest.fixture(scope="session")
-def distance() -> Callable[..., float]:
-    """How far an output is off, relative to the root mean square of what is expected."""
-    return _distance
