@@ -67,6 +67,7 @@ async def pictures(model: str, folder: Path) -> None:
         draw(app, folder / "chat.svg")
         for key, name in (("f2", "models"), ("f3", "settings"), ("f4", "device")):
             await pilot.press(key)
+            await until(pilot, lambda: all(found.display for found in app.screen.query("#models-found")))
             await pilot.pause(2.0)
             draw(app, folder / f"{name}.svg")
             await pilot.press("escape")
