@@ -1,12 +1,12 @@
 """Peak memory of quantizing Qwen3.5 35B-A3B to its end, by what is being done: some of its blocks, random weights.
 
     python -m tests.lab.quantizing
-    python -m tests.lab.quantizing --experts 256 --out FILE.json
+    python -m tests.lab.quantizing --experts 256 --vocabulary 248320
 
-Sizes are the model's, its vocabulary included, but for blocks and experts, of which there are as many as asked for. A
-further block adds nothing, since blocks come one after the other. What further experts add to a block is computed: what
-was packed of them stays in memory until the block ends. The rest of a block doesn't grow with them, because a token
-goes to 8 experts whatever their number. By the default recipe, in a process of its own.
+Sizes are the model's but for blocks, experts and tokens, of which there are as many as asked for. A further block adds
+nothing, since blocks come one after the other. What further experts and tokens add is computed: what was packed of them
+stays in memory until the block, or the head, ends. The rest doesn't grow with them, because a token goes to 8 experts
+whatever their number, and because tables are read and written by rows. By the default recipe, in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from models.progress import Progress
 from models.recipe import Recipe, chosen_method
+from models.spec import ModelSpec
 from runtime.measure.speed import peak_memory_bytes
 from tests.lab.store import ROOT, about_run, columns, parser, write
 
@@ -119,7 +123,8 @@ def measured(folder: Path, store: Path) -> dict[str, Any]:
     """Quantize a checkpoint in this process.
 
     Returns:
-        `peaks`, bytes of `STAGES`, and `expert`, bytes of one that is packed.
+        `peaks`, bytes of `STAGES`, and `further`, bytes of the experts and of the head's rows that the model has beyond
+        the checkpoint's, packed.
     """
     from assets import calibration_text, evaluation_text
     from models.checkpoint import Checkpoint
@@ -127,24 +132,26 @@ def measured(folder: Path, store: Path) -> dict[str, Any]:
     from models.store import Store, layout
 
     recipe, spec = Recipe(method=chosen_method("auto")), Checkpoint.open(folder).spec
-    peaks, tensors = Peaks(len(spec.block_linears(0))), dict[str, Any]()
-    for kind in ("gate_up", "down"):
-        tensors |= layout.linear_tensors(spec, recipe, f"layers.0.experts.0.{kind}")
+    peaks, own = Peaks(len(spec.block_linears(0))), partial(_bytes, layout.linear_tensors, recipe)
+    assert spec.mixture is not None
+    expert = sum(own(spec, f"layers.0.experts.0.{kind}") for kind in ("gate_up", "down"))
+    head = own(replace(spec, vocab_size=SIZES["vocab_size"]), "head") - own(spec, "head")
+    further = {"block": (EXPERTS - spec.mixture.experts) * expert, "head": head}
     texts = {"calibration": calibration_text(), "evaluation": evaluation_text()}
     quantize(folder, Store(store), recipe, name="measured", progress=peaks, **texts)
-    expert = sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values())
-    return {"peaks": peaks.found, "expert": expert}
+    return {"peaks": peaks.found, "further": further}
+
+
+def _bytes(tensors: Callable[..., Mapping[str, Any]], recipe: Recipe, spec: ModelSpec, name: str) -> int:
+    """Of a packed linear layer."""
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors(spec, recipe, name).values())
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Peaks in GiB by stage: what was measured, and what follows for all experts."""
-    more = (EXPERTS - found["experts"]) * found["expert"]
+    """Peaks in GiB by stage: what was measured, and what follows for the model's experts and vocabulary."""
+    further = dict(zip(STAGES, (0, *[found["further"]["block"]] * 2, *[found["further"]["head"]] * 2), strict=True))
     return [
-        {
-            "": stage,
-            f"{found['experts']} experts": peak / 2**30,
-            f"{EXPERTS} experts": (peak + more * stage.startswith("a block")) / 2**30,
-        }
+        {"": stage, "measured": peak / 2**30, "of all experts and tokens": (peak + further[stage]) / 2**30}
         for stage, peak in found["peaks"].items()
     ]
 
@@ -156,8 +163,8 @@ def main() -> None:
         return
     options = parser(__doc__, "quantizing")
     options.add_argument("--blocks", type=int, default=1)
-    options.add_argument("--experts", type=int, default=32, help=f"of {EXPERTS} in each block")
-    options.add_argument("--vocabulary", type=int, default=SIZES["vocab_size"], help="tokens")
+    options.add_argument("--experts", type=int, default=16, help=f"of {EXPERTS} in each block")
+    options.add_argument("--vocabulary", type=int, default=31040, help=f"of {SIZES['vocab_size']} tokens")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
         folder = Path(scratch) / "checkpoint"
