@@ -5,8 +5,10 @@
 
 Sizes are the model's but for blocks, experts and tokens, of which there are as many as asked for. A further block adds
 nothing, since blocks come one after the other. What further experts and tokens add is computed: what was packed of them
-stays in memory until the block, or the head, ends. The rest doesn't grow with them, because a token goes to 8 experts
-whatever their number, and because tables are read and written by rows. By the default recipe, in a process of its own.
+stays in memory until the block, or the head, ends. Activations don't grow with them, because a token goes to 8 experts
+whatever their number, nor do tables, which are read and written by rows. What oneDNN compiles for each number of tokens
+that reach an expert does, and isn't counted: for blocks the computed number is the least, and `--experts 256` measures
+it. By the default recipe, in a process of its own.
 """
 
 from __future__ import annotations
