@@ -52,19 +52,19 @@ def carried_width(spec: ModelSpec) -> int:
     return spec.stream_width + (spec.token_width > 0) + lent
 
 
-def begin(spec: ModelSpec, tokens: Tensor, table: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def begin(spec: ModelSpec, tokens: Tensor, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The input of the first block.
 
     Args:
         spec: The architecture.
         tokens: int64 [..., S].
-        table: The embedding table [V, C].
+        stream: Their rows of the embedding table, [..., S, C].
         dtype: Of the stream.
 
     Returns:
         [..., S, `carried_width`]; float32 where that is more than C.
     """
-    width, stream = carried_width(spec), table[tokens]
+    width = carried_width(spec)
     if width == spec.hidden_size:
         return stream.to(dtype)
     x = torch.zeros(*tokens.shape, width)

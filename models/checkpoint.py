@@ -22,7 +22,7 @@ from models.shard import StoredTensor
 from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, DeltaSpec, Mixer, ModelSpec, expert_of
 
 _TABLE_ROWS = 8192
-"""Rows of an embedding table that are computed in float32 at a time."""
+"""Rows of an embedding table that are read at a time."""
 _APART = 3
 """Modules of q, k and v, where each head's gate follows its q (`Checkpoint._gates_last`)."""
 _BY_HEADS = (2, 3)
@@ -110,8 +110,8 @@ class Checkpoint:
             The weight [N, K] in the checkpoint's own dtype, float32 where something is folded in, and the bias
             float32 [N] or None.
         """
-        if name == "head" and self.spec.tied:
-            return self._table(), None
+        if name == "head":
+            return self.head_rows(0, self.spec.vocab_size), None
         if self._is_of_latents(name):
             files, apart = self.files, latent.is_apart(self.files.entries, int(name.split(".")[1]))
             read, scale = (lambda key: files.entries[key].read()), files.multipliers["q"]
@@ -144,7 +144,7 @@ class Checkpoint:
         part = multipliers.get("q" if name.endswith("qkv") else "gate" if name.endswith("gate_up") else "", 1.0)
         if name.endswith(STATE_QKV) or (self.files.family.centered and name.endswith((".o", ".down"))):
             return None
-        if self._input_scale(name) is not None:
+        if self._input_scale(name) is not None or self._expert_scale(name) != 1:
             return None
         whole = self._multiplier(name) == part == 1 and not turned and ".tokens." not in f".{name}"
         return parts if whole else None
@@ -293,15 +293,35 @@ class Checkpoint:
 
     def embedding(self) -> torch.Tensor:
         """The embedding table [V, C] in the checkpoint's own dtype; if its rows change, not in bfloat16."""
-        table, family = self._table(), self.files.family
+        return self.embedded(torch.arange(self.spec.vocab_size))
+
+    def embedding_rows(self, first: int, count: int) -> torch.Tensor:
+        """Rows of the embedding table, [count, C]."""
+        rows, family = self._table_rows(first, count), self.files.family
         if not family.centered and not family.normed_embedding:
-            return table
-        found = torch.empty_like(table, dtype=torch.float16 if table.dtype == torch.bfloat16 else table.dtype)
-        for first in range(0, len(table), _TABLE_ROWS):
-            rows = table[first : first + _TABLE_ROWS].to(torch.float32)
-            scale = torch.rsqrt(rows.square().mean(1, keepdim=True) + self.spec.norm_eps)
-            found[first : first + _TABLE_ROWS] = rows - rows.mean(1, keepdim=True) if family.centered else rows * scale
-        return found
+            return rows
+        wide = rows.to(torch.float32)
+        scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + self.spec.norm_eps)
+        wide = wide - wide.mean(1, keepdim=True) if family.centered else wide * scale
+        return wide.to(torch.float16 if rows.dtype == torch.bfloat16 else rows.dtype)
+
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table by tokens, int64 [...] -> [..., C]; the table is never in memory as a whole."""
+        places, vocabulary = tokens.flatten(), self.spec.vocab_size
+        found = torch.empty(len(places), self.spec.hidden_size, dtype=self.embedding_rows(0, 1).dtype)
+        for first in range(0, vocabulary, _TABLE_ROWS):
+            count = min(_TABLE_ROWS, vocabulary - first)
+            here = (places >= first) & (places < first + count)
+            if here.any():
+                found[here] = self.embedding_rows(first, count)[places[here] - first]
+        return found.view(*tokens.shape, -1)
+
+    def head_rows(self, first: int, count: int) -> torch.Tensor:
+        """Rows of the head's weight, [count, C], as those of other layers in `linear`."""
+        if self.spec.tied:
+            return self._table_rows(first, count)
+        (module,) = self._sources("head")
+        return self._multiplied("head", self.files.entries[f"{module}.weight"].rows(first, count).read())
 
     def token_rows(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
         """Rows of a block's own embedding table, float32. int64 [...] -> [..., P].
@@ -346,8 +366,8 @@ class Checkpoint:
     def _mixer(self, name: str) -> Mixer:
         return self.spec.mixer_of(name) if name.startswith("layers.") else "attention"
 
-    def _table(self) -> torch.Tensor:
-        return self.files.entries[f"{self._embedding_module()}.weight"].read()
+    def _table_rows(self, first: int, count: int) -> torch.Tensor:
+        return self.files.entries[f"{self._embedding_module()}.weight"].rows(first, count).read()
 
     def _embedding_module(self) -> str:
         """The module with the embedding table; a tied one may be stored only as the head."""

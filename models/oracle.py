@@ -184,7 +184,7 @@ class Oracle:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """The input of the first block, see `models.carried`. int64 [B, S] -> [B, S, C] in most models."""
-        return begin(self.spec, tokens, self.table(), self.dtype)
+        return begin(self.spec, tokens, self.table()[tokens], self.dtype)
 
     def table(self) -> Tensor:
         """The embedding table [V, C]; it stays in memory if the oracle is resident."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,7 @@ from runtime.wire.answers import BASE
 
 if TYPE_CHECKING:
     from models.store import StoredModelInfo
+    from models.store.certificate import Way
     from models.store.manifest import Summary
 
 
@@ -209,28 +210,29 @@ def verify(
         how: dict[str, Any] = {"backend": backend or AUTO, "progress": progress, "cancelled": interrupt.cancelled}
         found = () if reference is None else measured(model, reference, certificate.ways, **how)
         again = cache_losses(model, services.evaluation_text(), **how) if certificate.caches else ()
-    ways, wrong = [], list[str]()
+    wrong = list[str]()
+
+    def both(was: Way, way: Way) -> list[str]:
+        return [number(getattr(one, field), ".4g") for field in TOLERANCES for one in (was, way)]
+
+    def repeated(before: Sequence[Way], now: Sequence[Way]) -> list[dict[str, Any]]:
+        pairs = zip(before, now, strict=False)
+        return [asdict(was) | {"again": {field: getattr(way, field) for field in TOLERANCES}} for was, way in pairs]
+
     if certificate.kept and not as_json:
         output.text(reported(KEPT_WORDS))
     rows: list[tuple[str, ...]] = [("", "KL", _("again"), _("same, %"), _("again"), _("perplexity"), _("again"))]
     for was, way in zip(certificate.ways, found, strict=True):
-        pairs = {field: (getattr(was, field), getattr(way, field)) for field in TOLERANCES}
-        ways.append(asdict(was) | {"again": {field: now for field, (_, now) in pairs.items()}})
-        rows.append(
-            (
-                _("{what}, {kv} cache", what=was.name, kv=was.kv),
-                *(number(one, ".4g") for pair in pairs.values() for one in pair),
-            )
-        )
+        rows.append((_("{what}, {kv} cache", what=was.name, kv=was.kv), *both(was, way)))
         wrong += [f"{rows[-1][0]}: {what}" for what in was.apart(way)]
     for was, way in zip(certificate.caches, again, strict=False):  # other answers are drawn elsewhere
-        both = [one for field in TOLERANCES for one in (getattr(was, field), getattr(way, field))]
-        rows.append((_("answers, {kv} cache", kv=was.kv), *(number(one, ".4g") for one in both)))
+        rows.append((_("answers, {kv} cache", kv=was.kv), *both(was, way)))
     if (default := Certificate(caches=again).kv) != certificate.kv:
         wrong.append(_("the default cache is {now}, was {before}", now=default, before=certificate.kv))
     if as_json:
         about = {"name": name, "ok": not wrong, "model": certificate.model, "tokens": certificate.tokens}
-        output.result({**about, "ways": ways, "apart": wrong, "seconds": time.perf_counter() - begin})
+        about |= {"ways": repeated(certificate.ways, found), "caches": repeated(certificate.caches, again)}
+        output.result({**about, "apart": wrong, "seconds": time.perf_counter() - begin})
     else:
         output.table(rows)
     if wrong:

@@ -135,11 +135,10 @@ def _sample(windows: Batches, limit: int) -> list[torch.Tensor]:
 
 def _embed(checkpoint: Checkpoint, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs of the first block, float32 [1 + blocks, S, ...]: of the untouched model, and room for the copies."""
-    spec, table = checkpoint.spec, checkpoint.embedding()
-    states = []
+    spec, states = checkpoint.spec, []
     for sequence in tokens:
         state = torch.zeros(spec.num_layers + 1, len(sequence), carried.carried_width(spec))
-        state[0] = carried.begin(spec, sequence, table)
+        state[0] = carried.begin(spec, sequence, checkpoint.embedded(sequence))
         states.append(state)
     return states
 
@@ -166,11 +165,10 @@ def _compare(
 ) -> npt.NDArray[np.float64]:
     """Divergences of the copies' next-token distributions, from head inputs float32 [1 + blocks, S, C]."""
     divergence = [Divergence(state, checkpoint.spec.logit_cap) for state in states]
-    weight, _ = checkpoint.linear("head")
-    rows, width = weight.shape
+    rows, width = checkpoint.spec.linear_shape("head")
     step = max(1, _PIECE // width)
     for start in range(0, rows, step):
-        piece = weight[start : start + step].to(torch.float32)
+        piece = checkpoint.head_rows(start, min(step, rows - start)).to(torch.float32)
         for part in divergence:
             part.add(piece)
         watch(min(rows, start + step) / rows)

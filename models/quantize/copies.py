@@ -57,14 +57,15 @@ def start(checkpoint: Checkpoint, windows: Batches) -> Batches:
     sequences = [sequence for window in windows for sequence in window]
     if not sequences:
         return []
-    table = checkpoint.embedding()
     copies = 1 + len(LAYER_TYPES) * len(K_CHUNKS)
     fitting = max(2, min(TOKENS, STATES_BYTES // (4 * copies * carried.carried_width(checkpoint.spec))))
     length = min(LENGTH, fitting, max(map(len, sequences)))
     complete = [sequence[:length] for sequence in sequences if len(sequence) >= length]
     wanted = min(len(complete), fitting // length)
     chosen = [complete[index * len(complete) // wanted] for index in range(wanted)]
-    return [carried.begin(checkpoint.spec, tokens, table).repeat(copies, 1, 1) for tokens in chosen]
+    return [
+        carried.begin(checkpoint.spec, tokens, checkpoint.embedded(tokens)).repeat(copies, 1, 1) for tokens in chosen
+    ]
 
 
 def advance(
@@ -118,11 +119,10 @@ def losses(
     inputs = normed(states, checkpoint.vector("norm"), spec.norm_eps)
     own = normed(states[0], norm, spec.norm_eps).expand(1 + len(K_CHUNKS), *states.shape[1:])
     blocks, outer = Divergence(inputs, spec.logit_cap), Divergence(own, spec.logit_cap)
-    weight, _ = checkpoint.linear("head")
     step = max(1, _PIECE // spec.hidden_size // RUN) * RUN
     for begin in range(0, spec.vocab_size, step):
         rows = slice(begin, min(begin + step, spec.vocab_size))
-        piece = weight[rows].to(torch.float32)
+        piece = checkpoint.head_rows(begin, rows.stop - begin).to(torch.float32)
         with fast_products(spec):
             blocks.add(piece)
             lowered = LoweredLinear(rows_of(head, rows), torch.float32)

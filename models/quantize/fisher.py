@@ -116,8 +116,7 @@ class _Run:
         layers = self.spec.num_layers
         first = self.latest(_INPUT, range(layers, -1, -1))
         if first is None:
-            table = self.checkpoint.embedding()
-            self._save(_INPUT, 0, [table[tokens].to(torch.float32) for tokens in self.windows])
+            self._save(_INPUT, 0, [self.checkpoint.embedded(tokens).to(torch.float32) for tokens in self.windows])
             first = 0
         states = self._load(_INPUT, first)
         oracle = Oracle(self.checkpoint, resident=False)

@@ -2,8 +2,8 @@
 
 The parts of a fused matrix may differ: Q4_0 and Q5_0 are written as Q4_1 or Q5_1, whose minimum is their zero-point's,
 or with higher codes as Q8_0 (Q4_0 as Q5_0, too), and Q4_K as Q6_K, where another part is one; Q5_K always is. All are
-exact. A head of another type, and what else stands beside experts, is rounded to Q8_0, so that what most weights are
-need not be rounded a second time.
+exact. A head of another type, what else stands beside experts, and the small matrices beside attention and MLP are
+rounded to Q8_0, so that what most weights are need not be rounded a second time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _ALSO = {
     "Q5_K": {"Q6_K"},
 }
 """Types as which another can be written, exactly."""
+_OF_BLOCKS = 2
+"""Dots in the names of attention's and the MLP's matrices, `layers.0.qkv`."""
 
 
 def kept_recipe(checkpoint: Checkpoint) -> Recipe:
@@ -83,14 +85,19 @@ def _type(checkpoint: Checkpoint, name: str) -> str:
     for kind in KEPT_BITS:
         if _fits(kinds, kind):
             return kind
-    beside = checkpoint.spec.mixture is not None and expert_of(name) is None
-    if (name == "head" or beside) and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
+    if _beside(checkpoint, name) and checkpoint.spec.linear_shape(name)[1] % _GROUP == 0:
         return "Q8_0"
     found = "multiplied" if parts is None else " and ".join(sorted(kinds))
     raise QuantizationError(
         f"{checkpoint.path}: the weights of {name} cannot be kept as they are ({found}; kept are "
         f"{', '.join(KEPT_BITS)}); leave --method out to round them to fewer bits"
     )
+
+
+def _beside(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether few of a model's weights are in matrices like this one: the head, `layers.0.inner.down`."""
+    few = name == "head" or name.count(".") > _OF_BLOCKS
+    return expert_of(name) is None and (few or checkpoint.spec.mixture is not None)
 
 
 def _fits(kinds: set[str], kind: str) -> bool:
@@ -108,7 +115,8 @@ def rounded(checkpoint: Checkpoint, types: Mapping[str, str]) -> str | None:
     if found.keys() == {"head"}:
         return f"the output head, {found['head']} in the source, is rounded to 8 bits"
     own = ", ".join(sorted({*found.values()}))
-    return f"{len(found)} matrices beside the experts, {own} in the source, are rounded to 8 bits" if found else None
+    beside = "the experts" if checkpoint.spec.mixture is not None else "attention and MLP"
+    return f"{len(found)} matrices beside {beside}, {own} in the source, are rounded to 8 bits" if found else None
 
 
 def kept_linear(checkpoint: Checkpoint, name: str, kind: str) -> PackedLinear:

@@ -118,18 +118,17 @@ def quantize_outer(
     spec, streams = checkpoint.spec, streams.alone(checkpoint.spec)
     shape = (spec.vocab_size, spec.hidden_size)
     norm = checkpoint.vector("norm")
-    weight, bias = checkpoint.linear("head")
     statistics = _statistics(streams, norm, recipe, spec.norm_eps)
     scales, stored_norm = np.ones(spec.hidden_size, np.float32), norm
     if recipe.method in SCALED:
-        part = weight[sample(*shape)].to(torch.float32).numpy()
+        part = torch.cat([checkpoint.head_rows(row, 1) for row in sample(*shape).tolist()]).to(torch.float32).numpy()
         scales = search(part, statistics, recipe.head_bits, recipe.group_size, np.arange(spec.hidden_size))
         stored_norm = norm / torch.from_numpy(scales)
         statistics = _statistics(streams, stored_norm, recipe, spec.norm_eps)
     judge = _Judge(streams, evaluation, (norm, stored_norm), recipe, spec.norm_eps, spec.logit_cap)
     matrix = MatrixQuantizer("head", shape, recipe, statistics, sensitivity=sensitivity)
     for piece in matrix.pieces():
-        rows = weight[piece].to(torch.float32)
+        rows = checkpoint.head_rows(piece.start, piece.stop - piece.start).to(torch.float32)
         made = matrix.add(piece, rows.numpy() * scales)
         with fast_products(spec):
             judge.add(piece, rows, *made)
@@ -137,7 +136,7 @@ def quantize_outer(
     before, after = judge.perplexities()
     if before is not None and not math.isfinite(before):
         raise QuantizationError("the full-precision model computes NaN or infinity; the checkpoint is damaged")
-    head = matrix.finish(bias)
+    head = matrix.finish(checkpoint.bias("head"))
     return Outer(
         tensors={
             **outer_tensors(checkpoint),
@@ -254,24 +253,21 @@ def _answer(x: torch.Tensor) -> torch.Tensor:
 
 
 def outer_tensors(checkpoint: Checkpoint) -> dict[str, Array | PiecewiseTensor]:
-    """The embedding tables, float16."""
-    tokens = {"tokens": _token_table(checkpoint)} if checkpoint.spec.token_width else {}
-    return {"embed": _half(checkpoint.embedding()), **tokens}
-
-
-def _half(table: torch.Tensor) -> PiecewiseTensor:
-    """An embedding table as float16 [V, C], converted piece by piece while it is written."""
-    return _halves(tuple(table.shape), lambda first, count: table[first : first + count])
-
-
-def _token_table(checkpoint: Checkpoint) -> PiecewiseTensor:
-    """The embeddings of the blocks' own as float16 [V, blocks * P], likewise; read piece by piece, too."""
+    """The embedding tables, float16: [V, C], and [V, blocks * P] of the blocks' own."""
     spec = checkpoint.spec
-    return _halves((spec.vocab_size, spec.num_layers * spec.token_width), checkpoint.token_table)
+    found = {"embed": _halves((spec.vocab_size, spec.hidden_size), checkpoint.embedding_rows)}
+    if spec.token_width:
+        found["tokens"] = _halves((spec.vocab_size, spec.num_layers * spec.token_width), checkpoint.token_table)
+    return {**found}
 
 
 def _halves(shape: tuple[int, ...], rows: Callable[[int, int], torch.Tensor]) -> PiecewiseTensor:
-    """A table of which `rows` gives those from a first one on, so many."""
+    """A table that is read and converted piece by piece while it is written.
+
+    Args:
+        shape: Its shape.
+        rows: Gives those from a first one on, so many.
+    """
     step = max(1, _PIECE // max(1, shape[1]))
 
     def pieces() -> Iterator[Array]:

@@ -147,12 +147,16 @@ class RotatedCheckpoint(Checkpoint):
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain, bias = Checkpoint.linear(self, name)
-        weight = plain.to(torch.float32)
         owner, _, kind = name.rpartition(".")
+        if kind == "head":
+            return plain, bias
+        weight = plain.to(torch.float32)
         if kind in ("o", "down"):
             return self.turn.outputs(weight), None if bias is None else self.turn(bias)
-        norm = Checkpoint.vector(self, f"{owner}.{NORM_BEFORE[kind]}" if owner else "norm")
-        return self.turn(weight * norm), bias
+        return self.turn(weight * Checkpoint.vector(self, f"{owner}.{NORM_BEFORE[kind]}")), bias
 
-    def embedding(self) -> torch.Tensor:
-        return self.turn(Checkpoint.embedding(self))
+    def head_rows(self, first: int, count: int) -> torch.Tensor:
+        return self.turn(Checkpoint.head_rows(self, first, count).to(torch.float32) * Checkpoint.vector(self, "norm"))
+
+    def embedding_rows(self, first: int, count: int) -> torch.Tensor:
+        return self.turn(Checkpoint.embedding_rows(self, first, count))

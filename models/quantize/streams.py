@@ -63,13 +63,14 @@ class Streams:
             copies: Embedded already.
             tried: How the low-bit model is tried.
         """
-        spec, table = checkpoint.spec, checkpoint.embedding()
-        full = [carried.begin(spec, tokens, table) for tokens in evaluation]
-        finer = sum(trial.finer for trial in tried)
-        half = table.to(torch.float16) if evaluation else table
-        stored = [carried.begin(spec, tokens, half) for tokens in evaluation]
+        spec, finer = checkpoint.spec, sum(trial.finer for trial in tried)
+        rows = [checkpoint.embedded(tokens) for tokens in evaluation]
+        full, stored = (
+            [carried.begin(spec, tokens, x.to(dtype)) for tokens, x in zip(evaluation, rows, strict=True)]
+            for dtype in (torch.float32, torch.float16)
+        )
         return cls(
-            calibration=[carried.begin(spec, tokens, table) for tokens in calibration],
+            calibration=[carried.begin(spec, tokens, checkpoint.embedded(tokens)) for tokens in calibration],
             full=full,
             low=[branched(x, len(tried) - finer) for x in stored],
             finer=[branched(x, finer) for x in stored] if finer else [],

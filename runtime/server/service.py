@@ -179,6 +179,7 @@ class Service:
         loaded = self.loaded
         if loaded is None:
             return replace(report, machine={**report.machine, "backend": None, "reason": None})
+        words = loaded.certificate.cache_words  # which name the default
         return replace(
             report,
             machine={**report.machine, "backend": loaded.backend, "reason": loaded.reason},
@@ -186,7 +187,7 @@ class Service:
             prompts=loaded.prompts,
             experts=loaded.experts(),
             blocks=loaded.blocks,
-            cache=f"{loaded.kv} · {loaded.certificate.cache_words}",
+            cache=words if loaded.kv == loaded.certificate.kv else f"{loaded.kv} · {words}",
             problems=(*report.problems, *loaded.problems),
         )
 

@@ -11,6 +11,7 @@ the same code. Interpreters with llama.cpp: see llama.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -47,6 +48,7 @@ from tests.lab.measure import Worker, closing_all, in_turns
 from tests.lab.models import DATA, RESIDUAL_BITS, SMOLLM2, Case, RandomModel, book, llama, llama_1b, smollm2
 from tests.lab.quality import numbers
 from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
+from tests.real_models import gemma_file
 
 PARTS = ("perplexity", "checks", "size", "memory", "speed")
 ORDER: tuple[KVKind, ...] = (
@@ -153,14 +155,20 @@ BUILT = {
     "one key-value head": ("english3m", _one_head),
 }
 """Changes to real models that are hard on a cache of 4 bits. The last one damages the model, too."""
+GEMMA = "gemma3-270m"
+CHECKED = ("smollm2", GEMMA, "english3m", *BUILT)
+"""Models whose default cache is checked: real ones, a small one, and those that were built to break it."""
 
 
-def checked(name: str, folder: Path) -> dict[str, Any]:
-    """What the check of the default cache says of a real model, a small one, or a model built to break it.
+def checked(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """What the check of the default cache says of a model.
 
     Args:
-        name: The model.
-        folder: A real one's checkpoint; the small one is beside the repository.
+        name: One of `CHECKED`; the small one is beside the repository.
+        given: The command line: `smollm2` and `gemma`, the real ones' checkpoints; without the latter it is fetched.
+
+    Raises:
+        UnavailableError: Gemma can't be had.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -169,7 +177,9 @@ def checked(name: str, folder: Path) -> dict[str, Any]:
     from runtime.load.certificate import cache_losses
 
     real, change = BUILT.get(name, (name, None))
-    source = DATA / "models" / real if real == "english3m" else folder
+    source = DATA / "models" / real if real == "english3m" else given.smollm2
+    if name == GEMMA:
+        source = given.gemma or gemma_file()
     if change is not None:
         made, sizes = BUILD / name.replace(" ", "-"), json.loads((source / "config.json").read_text("utf-8"))
         shutil.copytree(source, made, dirs_exist_ok=True)
@@ -360,7 +370,7 @@ def main() -> None:
         return
     options = parser(__doc__, "caches")
     options.add_argument("--smollm2", type=Path, default=SMOLLM2, help="Hugging Face folder of SmolLM2-135M-Instruct")
-    options.add_argument("--gemma", type=Path, help="Gemma 3 270M's GGUF file, which is checked, too")
+    options.add_argument("--gemma", type=Path, help="Gemma 3 270M's GGUF file, which is fetched if it is not given")
     options.add_argument("--only", type=listed, default=PARTS, help=f"some of {', '.join(PARTS)}")
     options.add_argument("--again", action="store_true", help="measure even what this code has measured")
     options.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
@@ -375,10 +385,9 @@ def main() -> None:
     for case in cases(given.smollm2) if "perplexity" in given.only else ():
         for kind in ORDER if case.window == 1024 else LONG:
             measure("perplexity", [case.name, kind], lambda c=case, k=kind: scored(c, k))
-    for name in ("smollm2", "english3m", *BUILT) if "checks" in given.only else ():
-        measure("checks", [name], lambda n=name: checked(n, given.smollm2))
-    if given.gemma and "checks" in given.only:
-        measure("checks", ["gemma3-270m"], lambda: checked("gemma3-270m", given.gemma))
+    for name in CHECKED if "checks" in given.only else ():
+        measure("checks", [name], lambda n=name: checked(n, given))
+    entries.keep("checks", [[name] for name in CHECKED])
     for head_dim in (64, 128) if "size" in given.only else ():
         for kind in ORDER:
             measure("size", [head_dim, kind], lambda d=head_dim, k=kind: sized(k, d))

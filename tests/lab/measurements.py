@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from models.recipe import DEFAULT_METHOD, Recipe
+from models.store.certificate import CACHE_LIMIT
 from runtime.engine.gamma import Costs, break_even
 from tests.lab import devices, installations, tasks, tuned
 from tests.lab.kernels import on_laptops, products, summary
@@ -233,6 +234,15 @@ def caches(found: Found) -> str:
         cells.append(f"{check['kl']:.3f} · {check['same_percent']:.0f} %" if check else "")
         rows.append((kind, percent, *cells, f"{1 / speed[kind]:.0f}" if kind in speed else ""))
     return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "KL", "tokens/s at 32k"), rows)
+
+
+def cache_checks(found: Found) -> str:
+    """What each kind loses along answers of a model, and the kind that follows as its default."""
+    rows = []
+    for one in found["sections"]["checks"]:
+        losses = (f"{one[kind]['kl']:.3f} · {one[kind]['same_percent']:.0f} %" for kind in ("int4", "int8", "fp16"))
+        rows.append((one["model"], *losses, f"`{one['default']}`", f"{one['processor_s']:.1f}"))
+    return table(("", "int4: KL, same top token", "int8", "fp16", "default", "processor s"), rows)
 
 
 def cache_memory(found: Found) -> str:
@@ -522,6 +532,12 @@ SECTIONS = (
         *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
         note="Loss against fp16 by length of the window (fp16: its perplexity); KL and the same top token beside an "
         "exact cache along three answers of 192 tokens (fp16 has another kernel); speeds of a small random shape.",
+    ),
+    Section(
+        *("KV caches: checked for each model", "caches", cache_checks, "checks"),
+        note=f"Weights of 4 bits, rounded plainly. Up to {CACHE_LIMIT} nats a token the default is `int4`, beyond "
+        "it `int8`, and `fp16` where `int8` loses more than that, too. Processor seconds are those of the check when "
+        "a model is prepared, kernels compiled: `--only checks`.",
     ),
     Section(
         *("KV caches: memory", "caches", cache_memory, "memory"),

@@ -119,7 +119,7 @@ class OneLoudBlock:
 
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         self.checkpoint, self.spec, self.layer = checkpoint, checkpoint.spec, layer
-        self.vector, self.embedding = checkpoint.vector, checkpoint.embedding
+        self.vector, self.embedded, self.head_rows = checkpoint.vector, checkpoint.embedded, checkpoint.head_rows
 
     def linear(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = self.checkpoint.linear(name)

@@ -102,6 +102,8 @@ def test_a_certificate_is_repeated(
     assert f"k_chunk 16: KL {usual['kl']:.3f} nats a token" in run("show", "three").stdout
     found = answer("verify", "three")
     assert (found["ok"], found["apart"], found["tokens"]) == (True, [], said["tokens"])
+    (answers,) = found["caches"]
+    assert answers == {**said["caches"][0], "again": {name: said["caches"][0][name] for name in answers["again"]}}
     assert "answers, int4 cache" in run("verify", "three").stdout
 
     folder = services.store().root / "three"

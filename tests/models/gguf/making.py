@@ -109,6 +109,10 @@ def write_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(2)
 
 
+_NEVER_LOW_BIT = ("conv.conv", "conv1d", "altup", "laurel", "per_layer_model_projection")
+"""Parts of names of matrices that llama.cpp leaves as they are."""
+
+
 def write_gguf(
     path: Path,
     model: Any,
@@ -145,7 +149,7 @@ def write_gguf(
         assert own is not None
         if own not in left_out:
             whole = tensor.ndim == 1 or tensor.shape[-1] == 1 or name.endswith(("bias", "norm.weight"))
-            whole |= "conv.conv" in name or "conv1d" in name
+            whole |= any(part in name for part in _NEVER_LOW_BIT)
             dtype = gguf.GGMLQuantizationType["F32" if whole else (kinds or {}).get(own, kind)]
             writer.add_tensor(own, quantized(tensor, dtype), raw_dtype=dtype)
     factors = {f"{name}.weight": factors for name, factors in rotary_factors(config).items()}

@@ -785,13 +785,22 @@ def _parts_of_model(model: Any) -> list[tuple[list[str], str]]:
     return [*own, (["lm_head.weight"], "head")]
 
 
-@pytest.mark.parametrize("kind", grid(GGUF_GROUPS, {"Q4_K"}))
-def test_experts_are_kept(tmp_path: Path, kind: str) -> None:
-    """Bit for bit, and logits on the processor are those of the reference, but for activations of 8 bits."""
-    model = random_model("Mixtral", **(_WIDE if kind in TWO_LEVELS else {}))
+KEPT = [*(("mixtral", kind) for kind in GGUF_GROUPS), ("gemma3n", "Q4_0"), ("gemma4-shared", "Q4_0")]
+
+
+@pytest.mark.parametrize("made", grid(KEPT, {("mixtral", "Q4_K"), ("gemma3n", "Q4_0")}), ids="-".join)
+def test_what_most_weights_are_is_kept(tmp_path: Path, made: tuple[str, str]) -> None:
+    """Experts, or attention and MLP where other matrices are multiplied or in other types, bit for bit.
+
+    Logits on the processor are those of the reference, but for activations of 8 bits.
+    """
+    case, kind = made
+    family, changes = CASES[case]
+    model = random_model(family, **changes, **(_WIDE if kind in TWO_LEVELS else {}))
     file = write_gguf(tmp_path / "model.gguf", model, kind=kind)
     stored = Store(tmp_path / "store").open(quantize(file, Store(tmp_path / "store"), keeping(file)).name)
-    names = [name for name in stored.spec.linear_names() if ".experts." in name]
+    assert (case != "mixtral") == ("beside attention and MLP, " in str(stored.info.summary.warning))
+    names = [name for name in stored.spec.linear_names() if ".experts." in name or name.count(".") == 2]
     assert {stored.recipe.types[name] for name in names} == {kind}
     for name in names:
         in_halves = dequantize(stored.linear(name)).astype(np.float16)  # as checkpoints give them
@@ -813,17 +822,19 @@ def test_a_head_that_cannot_be_kept_is_rounded_to_8_bits_and_named(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "kinds", "found"),
+    ("case", "kind", "kinds", "found"),
     [
-        ("Llama", "Q8_0", {"blk.1.ffn_down.weight": "F16"}, "layers.1.down cannot be kept as they are (F16"),
-        ("Llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
-        ("Llama", "Q5_0", {"blk.1.ffn_up.weight": "F16"}, "layers.1.gate_up cannot be kept as they are (F16 and Q5_0"),
+        ("llama", "Q8_0", {"blk.1.ffn_down.weight": "F16"}, "layers.1.down cannot be kept as they are (F16"),
+        ("llama", "Q4_1", {"blk.0.attn_v.weight": "Q8_0"}, "layers.0.qkv cannot be kept as they are (Q4_1 and Q8_0"),
+        ("llama", "Q5_0", {"blk.1.ffn_up.weight": "F16"}, "layers.1.gate_up cannot be kept as they are (F16 and Q5_0"),
+        ("gemma4-experts", "Q4_0", {}, "layers.0.experts.0.down cannot be kept as they are (multiplied"),
     ],
 )
 def test_weights_of_other_types_are_rounded_as_before(
-    tmp_path: Path, family: str, kind: str, kinds: dict[str, str], found: str
+    tmp_path: Path, case: str, kind: str, kinds: dict[str, str], found: str
 ) -> None:
-    file = write_gguf(tmp_path / "model.gguf", random_model(family), kind=kind, kinds=kinds)
+    family, changes = CASES[case]
+    file = write_gguf(tmp_path / "model.gguf", random_model(family, **changes), kind=kind, kinds=kinds)
     with pytest.raises(QuantizationError) as error:
         keeping(file)
     assert found in str(error.value)

@@ -4,11 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_engine import SLOW_BUDGET, FakeHouse, make_service
 
+from models.store.certificate import Certificate, Way
 from runtime.compensation import DEFAULT_BUDGET_PERCENT
 from runtime.engine.generation import Piece
 from runtime.errors import RequestError
@@ -466,3 +468,12 @@ async def test_a_model_that_fails_leaves_the_others(service: Service, house: Fak
     assert kept(house) == ["small"]
     await turns(service, "small")
     assert [request.model for request in house.loads] == ["small", "broken"]
+
+
+@pytest.mark.parametrize(("kl", "said"), [(0.01, "int4 cache: KL 0.010"), (0.5, "int4 · int4 cache: KL 0.500")])
+async def test_the_cache_is_named_once_unless_it_is_not_the_default(service: Service, kl: float, said: str) -> None:
+    await load(service, kv="int4")
+    assert service.loaded is not None
+    own = Certificate(caches=(Way(kv="int4", k_chunk=0, kl=kl), Way(kv="int8", k_chunk=0)))
+    service._loaded = replace(service.loaded, certificate=own)
+    assert service.device().cache.startswith(said)
