@@ -24,6 +24,7 @@ WEIGHTS = 512
 LINUX_ARM = "aarch64-unknown-linux-gnu"
 TARGETS = {
     "avx2": ("x86_64-unknown-linux-gnu", "haswell", ""),
+    "avxvnni": ("x86_64-unknown-linux-gnu", "alderlake", ""),
     "avx512": ("x86_64-unknown-linux-gnu", "icelake-server", ""),
     "neon, Neoverse N1": (LINUX_ARM, "neoverse-n1", ""),
     "neon, Cortex-A76": (LINUX_ARM, "cortex-a76", ""),
