@@ -90,7 +90,7 @@ def assembly(variant: str, triple: str, cpu: str, features: str = "") -> dict[st
 
 
 _LABEL = re.compile(r"(\.?L[\w.$]*):")
-_PRODUCT = re.compile(r"v?(pmaddubsw|pdpbusd|us?dot|sdot)")
+_PRODUCT = re.compile(r"(?:{vex}\s*)?v?(pmaddubsw|pdpbusd|us?dot|sdot)")
 
 
 def innermost(code: str) -> list[str]:
