@@ -367,7 +367,7 @@ def in_one(weight: GpuLinear, residual: GpuResidual) -> bool:
 
 def options(form: Form, major: int) -> dict[str, int]:
     """Further options of the compiler for a product with its compensation; see `gemv.options`."""
-    if form.KIND == "uniform" and form.BITS == 3 and not form.TAIL:  # 168 would spill 8 to 24 bytes
+    if form.KIND == "uniform" and form.BITS == 3 and not form.TAIL:  # 168 would spill 8 to 48 bytes
         return {"maxnreg": 255} if major == 10 else {}
     if (
         form.KIND == "trellis" and form.BITS < 4
