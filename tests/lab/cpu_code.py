@@ -24,6 +24,7 @@ WEIGHTS = 512
 LINUX_ARM = "aarch64-unknown-linux-gnu"
 TARGETS = {
     "avx2": ("x86_64-unknown-linux-gnu", "haswell", ""),
+    "avxvnni": ("x86_64-unknown-linux-gnu", "alderlake", ""),
     "avx512": ("x86_64-unknown-linux-gnu", "icelake-server", ""),
     "neon, Neoverse N1": (LINUX_ARM, "neoverse-n1", ""),
     "neon, Cortex-A76": (LINUX_ARM, "cortex-a76", ""),
@@ -82,7 +83,7 @@ def assembly(variant: str, triple: str, cpu: str, features: str = "") -> dict[st
 
 
 _LABEL = re.compile(r"(\.?L[\w.$]*):")
-_PRODUCT = re.compile(r"v?(pmaddubsw|pdpbusd|us?dot|sdot)")
+_PRODUCT = re.compile(r"(?:{vex}\s*)?v?(pmaddubsw|pdpbusd|us?dot|sdot)")
 
 
 def innermost(code: str) -> list[str]:

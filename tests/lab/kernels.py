@@ -5,11 +5,10 @@
     python -m tests.lab.kernels --products              products of one token, of which other pages tell more
 
 Registers are 32-bit ones of a thread; a multiprocessor has 65,536, and `programs` counts how many programs its
-registers, shared memory and warps hold. Spilled bytes other than zero are a defect, except 8 where they buy two
-programs more (`gemv.REGISTERS`), 24 of products with their compensation, outside of their loop, and 40 of GEAR's
-attention over 512 channels from sm_100 on, where no tile spills less. `in_flight` is read from the machine code
-(sass.py): for how many iterations of the main loop a streaming load is on its way; near 0, only other programs hide the
-latency.
+registers, shared memory and warps hold. Spilled bytes other than zero are a defect, except some of products of several
+rows, and 40 of GEAR's attention over 512 channels from sm_100 on, where no tile spills less. `in_flight` is read from
+the machine code (sass.py): for how many iterations of the main loop a streaming load is on its way; near 0, only other
+programs hide the latency.
 """
 
 from __future__ import annotations

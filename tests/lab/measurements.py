@@ -17,7 +17,7 @@ from typing import Any
 from models.recipe import DEFAULT_METHOD, Recipe
 from models.store.certificate import CACHE_LIMIT
 from runtime.engine.gamma import Costs, break_even
-from tests.lab import devices, installations, tasks, tuned
+from tests.lab import cpu_code, devices, installations, tasks, tuned
 from tests.lab.kernels import on_laptops, products, summary
 from tests.lab.models import REAL
 from tests.lab.quality import ALL_RESIDUALS, COMPARED, RESIDUALS, SELECTORS
@@ -626,6 +626,10 @@ SECTIONS = (
         "three quarters of the issue slots at the data sheet's clock. The others take 3.5 µs each, as on an H200.",
     ),
     Section("Triton kernels", "kernels", tightest, note=_LATE),
+    Section(
+        *("A row's product on processors", "cpu-code", cpu_code.table),
+        note="Compiled, for processors that are not at hand: instructions a weight of the loop of one row.",
+    ),
     Section("Installations", "installations", installations.table),
     Section(
         *("An agent's turns", "agent-short,agent,agent-fp16", agents),

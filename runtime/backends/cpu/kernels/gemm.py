@@ -194,14 +194,15 @@ def whole_sum(b: Builder, sums: Any) -> Any:
 
 
 def emit_chains(
-    b: Builder, sums: Any, vectors: Iterable[Any], x: Any, dot: Any = emit_dot4_entries, chains: int = _CHAINS
+    b: Builder, sums: Any, vectors: Iterable[Any], x: Any, dot: Any = emit_dot4_entries, chains: range = range(_CHAINS)
 ) -> Any:
     """Add the products of a block's vectors, four input channels each, with one row's activations to some chains."""
-    totals = [b.extract_value(sums, chain) for chain in range(chains)]
+    totals = [b.extract_value(sums, chain) for chain in chains]
     for j, vector in enumerate(vectors):
         word = splat(b, load(b, I32, offset(b, x, 4 * j), 4), WORDS)
-        totals[j % chains] = dot(b, totals[j % chains], vector, b.bitcast(word, BYTES))
-    for chain, total in enumerate(totals):
+        at = j % len(chains)
+        totals[at] = dot(b, totals[at], vector, b.bitcast(word, BYTES))
+    for chain, total in zip(chains, totals, strict=True):
         sums = b.insert_value(sums, total, chain)
     return sums
 

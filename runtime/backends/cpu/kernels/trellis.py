@@ -20,6 +20,7 @@ are. An output channel has one scale, applied last.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -29,22 +30,24 @@ from numba import types
 from models.trellis import LARGEST_LEVEL, MULTIPLIERS, STATE_BITS, coarse, levels
 from runtime.backends.cpu.data.instructions import Quantized
 from runtime.backends.cpu.data.records import BLOCK, BLOCK_BYTES, ENTRY_BYTES, LINE
-from runtime.backends.cpu.kernels.gemm import AHEAD, Tile, chains_type, emit_chains, no_chains, whole_sum
+from runtime.backends.cpu.kernels.gemm import AHEAD, Tile, chains_type, emit_chains, no_chains
 from runtime.backends.cpu.machine import isa
 from runtime.backends.cpu.machine.emit import (
     BYTES,
     ENTRY_OFFSET,
-    LOOKUP_WRAPS,
     WORDS,
     Builder,
     call,
     constant,
     define,
     emit_dot4,
+    emit_joined_bytes,
     emit_lookup,
+    emit_wrapped_lookup,
     load,
     offset,
     pointer,
+    words16,
 )
 from runtime.backends.cpu.machine.kernel import kernel
 from runtime.backends.cpu.machine.vector import (
@@ -61,9 +64,13 @@ from runtime.backends.cpu.machine.vector import (
 _QUADS = BLOCK // 4
 """Vectors of a block: four input channels each."""
 _WORD = 32
+_FOURS = np.arange(16)
 _OFFSET = LARGEST_LEVEL + 1
-_CHAINS = 4 if isa.VBMI else 1
+_CHAINS = range(4 if isa.VBMI else 1)
 """Chains of sums. Where levels take long, one is enough, and more would want more registers than there are."""
+_APART = isa.VECTORS in ("neon", "avxvnni")
+"""Whether fine parts, twice a state's low bits less 15, are summed up by dot products of these bits alone: where such a
+product is one instruction, that is one less than looking parts up and adding them."""
 
 
 def _table(entries: Any) -> Any:
@@ -104,35 +111,49 @@ def _emit_four(b: Builder, streams: list[Any], first: int) -> Any:
     return b.and_(found, constant(BYTES, 15)) if start != 4 else found
 
 
-def _emit_sums(b: Builder, streams: list[Any], bits: int, channel: int, shift: int) -> Any:
-    """The levels of a channel of every stream, `shift` larger."""
-    low, high = (_emit_four(b, streams, bits * channel + half) for half in (0, 4))
-    fours, multiplier = np.arange(16), MULTIPLIERS[bits]
-    places = b.add(emit_lookup(b, _table((multiplier * fours + multiplier // 2) % 16), low), high)
-    if not LOOKUP_WRAPS:
-        places = b.and_(places, constant(BYTES, 15))
-    fine = emit_lookup(b, _table(2 * fours - 15 + shift), low)
-    return b.add(fine, emit_lookup(b, _table(coarse()), places))
+def _emit_parts(b: Builder, streams: list[Any], bits: int, channel: int, shift: int) -> tuple[Any, Any]:
+    """Of a channel of every stream: the low four bits of its states, and their coarse parts, `shift` larger."""
+    first, multiplier = bits * channel, MULTIPLIERS[bits]
+    if isa.VECTORS.startswith("avx") or first % 4 == 0:  # which has no shifts of bytes
+        low, high = (_emit_four(b, streams, first + half) for half in (0, 4))
+    else:  # Neon inserts bits above others, and adds what it shifts, in one instruction each; `generic` tries it out
+        states = emit_joined_bytes(b, streams[first // 8], streams[first // 8 + 1], first % 8)
+        low, high = b.and_(states, constant(BYTES, 15)), b.lshr(states, constant(BYTES, 4))
+    places = b.add(emit_lookup(b, _table((multiplier * _FOURS + multiplier // 2) % 16), low), high)
+    return low, emit_wrapped_lookup(b, _table(coarse() + shift), places)
 
 
-def _emit_block(b: Builder, codes: Any, behind: Any, bits: int, shift: int) -> Iterator[Any]:
-    """A block's levels, `shift` larger: eight vectors, each of four input channels of all 16 output channels."""
+def _emit_words(b: Builder, codes: Any, behind: Any, bits: int) -> list[Any]:
+    """The vectors of a block, and what follows them."""
     words = [load(b, WORDS, offset(b, codes, LINE * i), LINE) for i in range(bits)]
     following = load(b, WORDS, behind, LINE)
+    if not isa.VBMI:
+        following = call(b, "llvm.fshr.v16i32", WORDS, following, words[0], constant(WORDS, 8))
+    return [*words, following]
+
+
+def _emit_block(b: Builder, words: list[Any], bits: int, shift: int) -> Iterator[Any]:
+    """A block's levels, `shift` larger: eight vectors, each of four input channels of all 16 output channels."""
     if isa.VBMI:
-        words.append(following)
         # Not known to LLVM, which would make a complement of the difference: two instructions under a mask, not one.
         last = b.asm(ir.FunctionType(BYTES, [BYTES]), "", "=v,0", [constant(BYTES, 127)], side_effect=False)
         return (_emit_levels(b, _emit_states(b, words, bits, quad), last, bits, shift) for quad in range(_QUADS))
-    words.append(call(b, "llvm.fshr.v16i32", WORDS, following, words[0], constant(WORDS, 8)))
-    streams = [b.bitcast(word, BYTES) for word in words]
-    return (_emit_sums(b, streams, bits, channel, shift) for channel in range(_QUADS))
+    streams, fine = [b.bitcast(word, BYTES) for word in words], _table(2 * _FOURS - 15 + shift)
+    parts = (_emit_parts(b, streams, bits, channel, 0) for channel in range(_QUADS))
+    return (b.add(emit_lookup(b, fine, low), part) for low, part in parts)
 
 
 def _multiply(bits: int) -> Any:
     def emit(b: Builder, sums: Any, codes: Any, behind: Any, x: Any) -> Any:
-        vectors = _emit_block(b, codes, behind, bits, _OFFSET)
-        return emit_chains(b, sums, vectors, x, emit_dot4, _CHAINS)
+        words = _emit_words(b, codes, behind, bits)
+        if not _APART:
+            return emit_chains(b, sums, _emit_block(b, words, bits, _OFFSET), x, emit_dot4, _CHAINS)
+        streams = [b.bitcast(word, BYTES) for word in words]
+        for channel in range(_QUADS):
+            at = offset(b, x, 4 * channel)
+            for chain, vector in enumerate(_emit_parts(b, streams, bits, channel, _OFFSET - 15)):
+                sums = emit_chains(b, sums, [vector], at, emit_dot4, range(chain, chain + 1))
+        return sums
 
     emit.__name__ = f"multiply_trellis{bits}"
     emit.__doc__ = "Add the products of one block of codes with one row's activations."
@@ -141,12 +162,19 @@ def _multiply(bits: int) -> Any:
 
 def _decode(bits: int) -> Any:
     def emit(b: Builder, codes: Any, behind: Any, out: Any) -> None:
-        for quad, vector in enumerate(_emit_block(b, codes, behind, bits, ENTRY_OFFSET)):
+        for quad, vector in enumerate(_emit_block(b, _emit_words(b, codes, behind, bits), bits, ENTRY_OFFSET)):
             b.store(b.bitcast(vector, WORDS), pointer(b, offset(b, out, LINE * quad)), align=LINE)
 
     emit.__name__ = f"decode_trellis{bits}"
     emit.__doc__ = "Write down the levels of a block."
     return define(types.void, types.int64, types.int64, types.int64)(emit)
+
+
+@define(words16, chains_type)
+def _whole(b: Builder, sums: Any) -> Any:
+    """The sum of the chains, of which the first counts twice where it is that of low bits."""
+    first, *rest = (b.extract_value(sums, chain) for chain in range(chains_type.count))
+    return reduce(b.add, rest, b.add(first, first) if _APART else first)
 
 
 def _tile_kernels(bits: int) -> tuple[Any, Any]:
@@ -165,7 +193,7 @@ def _tile_kernels(bits: int) -> tuple[Any, Any]:
                     prefetch(base + AHEAD + line)
                 behind = base + block_bytes if block + 1 < blocks else tile.levels
                 sums = multiply(sums, base, behind, x.codes + BLOCK * block)
-            total = fma(to_floats(whole_sum(sums)), broadcast(x.scales + 4 * group), total)
+            total = fma(to_floats(_whole(sums)), broadcast(x.scales + 4 * group), total)
             total = fma(offsets, broadcast(x.shifts + 4 * group), total)
             start, group = stop, group + 1
         return mul(total, load_halves(tile.scales))

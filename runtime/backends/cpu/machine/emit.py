@@ -193,12 +193,12 @@ def emit_dot4_plain(b: Builder, total: Any, unsigned: Any, signed: Any) -> Any:
     return total
 
 
-def _by_quarters(b: Builder, name: str, result: Any, *vectors: Any) -> Any:
-    """An intrinsic of 128-bit vectors, for each quarter of some vectors."""
-    quarters = []
+def _by_quarters(b: Builder, name: str, result: Any, *vectors: Any, more: tuple[int, ...] = ()) -> Any:
+    """An intrinsic of 128-bit vectors, and perhaps constants, for each quarter of some vectors."""
+    quarters, constants = [], [ir.Constant(I32, number) for number in more]
     for i in range(4):
         parts = [_half(b, vector, ir.VectorType(vector.type.element, vector.type.count // 4), i) for vector in vectors]
-        quarters.append(call(b, name, result, *parts))
+        quarters.append(call(b, name, result, *parts, *constants))
     while len(quarters) > 1:
         count = quarters[0].type.count
         mask = ir.Constant(ir.VectorType(I32, 2 * count), list(range(2 * count)))
@@ -301,8 +301,23 @@ emit_lookup: Emit = {
     "generic": _lookup_generic,
 }[isa.VECTORS]
 """table[16 l + places[16 l + i]] for every byte i of every 128-bit lane l: places below 16."""
-LOOKUP_WRAPS = isa.VECTORS.startswith("avx")
-"""Whether places up to 127 count by their lowest four bits."""
+
+
+def emit_wrapped_lookup(b: Builder, table: Any, places: Any) -> Any:
+    """The result of `emit_lookup` for places below 32, modulo 16, in a table whose lanes are the same."""
+    if isa.VECTORS == "neon":  # which looks up among 32 as fast
+        return _by_quarters(b, "llvm.aarch64.neon.tbl2.v16i8", ir.VectorType(I8, 16), table, table, places)
+    if isa.VECTORS == "generic":
+        places = b.and_(places, constant(BYTES, 15))
+    return emit_lookup(b, table, places)  # AVX ignores bits 4 to 6
+
+
+def emit_joined_bytes(b: Builder, low: Any, high: Any, start: int) -> Any:
+    """Bits `start` to `start` + 7, from 1 to 7 on, of every byte of `low` with that of `high` above it."""
+    found = b.lshr(low, constant(BYTES, start))
+    if isa.VECTORS != "neon":
+        return b.or_(found, b.shl(high, constant(BYTES, 8 - start)))
+    return _by_quarters(b, "llvm.aarch64.neon.vsli.v16i8", ir.VectorType(I8, 16), found, high, more=(8 - start,))
 
 
 def emit_select(b: Builder, mask: int, x: Any, y: Any) -> Any:

@@ -218,21 +218,22 @@ def load_words(at, N, more, form: tl.constexpr):
     w3 = tl.load(at + N * 48) if form.BITS > 3 else w2
     w4 = w3
     if form.KIND == "trellis":
-        w4 = overlap(w0, load_behind(at, N, more, form))
+        w4 = overlap(w0, load_behind(at, 0, N, more, form))
     elif form.BITS == 3:
         w3 = spare_bit(w0, 0, top_of(form)) | spare_bit(w1, 1, top_of(form)) | spare_bit(w2, 2, top_of(form))
     return w0, w1, w2, w3, w4
 
 
 @triton.jit
-def load_behind(at, N, more, form: tl.constexpr):
+def load_behind(rows, at, N, more, form: tl.constexpr):
     """The first word of each lane's next one, int32 [BLOCK_N, 16]; 0 behind the last lane of a row.
 
-    Behind a block's last lane follows the first of the next block, or of the tail.
+    Behind a block's last lane follows the first of the next block, or of the tail. `at` is the block's first word, from
+    the pointers `rows` on.
     """
     lanes = tl.arange(0, 16)[None, :]
     step = tl.where(lanes < 15, 1, form.BITS * N * 16 - 15)
-    return tl.load(at + step, mask=(lanes < 15) | more, other=0)
+    return tl.load(rows + (at + step), mask=(lanes < 15) | more, other=0)
 
 
 @triton.jit
@@ -314,13 +315,16 @@ def values_of(words, book, exponent, PIECE: tl.constexpr, form: tl.constexpr, ti
 
 
 @triton.jit
-def row_words(at, first_n, N, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+def row_words(words, at, first_n, N, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """One word of each row of a tile, int32 [BLOCK_N], in two loads that are smaller than the program.
 
-    Args (tensors): pointer to the words of all rows; the first 8 rows of every 16 of the tile, int32 [BLOCK_N / 2].
+    Places are 32-bit numbers until they meet the pointer, so that a loop keeps half of the registers for them.
+
+    Args (tensors): pointer to words; place of the first row's; the first 8 rows of every 16 of the tile, int32
+    [BLOCK_N / 2].
     """
-    first = tl.load(at + tl.minimum(first_n, N - 1))
-    second = tl.load(at + tl.minimum(first_n + 8 * WARPS, N - 1))
+    first = tl.load(words + (at + tl.minimum(first_n, N - 1)))
+    second = tl.load(words + (at + tl.minimum(first_n + 8 * WARPS, N - 1)))
     pairs = tl.reshape(tl.join(first, second), (BLOCK_N // 16, 8, 2))
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), (BLOCK_N,))
 

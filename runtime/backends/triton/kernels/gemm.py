@@ -63,7 +63,7 @@ def _add_block(acc, words, ops, rows, block, PIECES: tl.constexpr, form: tl.cons
         w = values_of(words, ops.book, ops.matrix.exponent, start // 32, form, tile)
         if form.KIND == "uniform" or form.KIND == "minimums":
             group = (block * 512 + start) // form.GROUP_SIZE
-            words_of_group = row_words(ops.matrix.groups + group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS)
+            words_of_group = row_words(ops.matrix.groups, group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS)
             scale, offset = halves_of(words_of_group)
             offset, scale = spread(offset, DOT, tile.BLOCK_N), spread(scale, DOT, tile.BLOCK_N)
             w = (w + offset) * scale if form.KIND == "uniform" else (w - (1 << form.BITS)) * scale + offset

@@ -72,10 +72,10 @@ DOT_ROWS = 64
 BUSY = 6
 """Concurrent programs per multiprocessor needed to keep its share of the memory busy: on an H200, a program takes 3 µs
 for a block of 4-bit codes, however many others run, and a multiprocessor can receive one in 0.5 µs."""
-REGISTERS = {(9, 3): 168, (10, 4): 255}
+REGISTERS = {(8, 4): 168, (9, 3): 168, (10, 4): 255}
 """Registers of a thread that the assembler may use for one token, by major compute capability and bits. At 3 bits it
 would take 173, and a multiprocessor would hold 4 programs instead of 6: on an H200, Llama 3 8B's four matrices then
-took 62 µs instead of 57, though 8 bytes spill. For sm_100 it stops at 168 of its own accord, and spills more."""
+took 62 µs instead of 57. At 4 bits it would stop at 128 on sm_80 and at 168 on sm_100, and spill."""
 OVERHEAD = 0.75
 """Overhead of a program, in blocks: its start, and writing and counting its part. With these numbers `configure` finds
 the fastest division, or one within 1 %, of each of Llama 3 8B's matrices on an H200."""
@@ -102,7 +102,8 @@ class LaunchConfig:
 class Next(NamedTuple):
     """The block that a program multiplies next, within the kernel."""
 
-    at: Any  # Its first word for each row, pointers [BLOCK_N, 16]
+    rows: Any  # The first words of the rows, pointers [BLOCK_N, 16]
+    at: Any  # Its first word from there, a 32-bit number, which takes a register less than pointers
     there: Any
     more: Any  # Whether anything follows it in the rows
 
@@ -201,8 +202,8 @@ def _apply_group(
     """Add a span's sums to those of the program: less what codes are too large by, times the scale of their group."""
     if form.KIND == "uniform" or form.KIND == "minimums":
         group = (block * 512 + SPAN_AT) // form.GROUP_SIZE
-        at = ops.matrix.groups + group * ops.matrix.N
-        scale, offset = halves_of(row_words(at, ops.first_n, ops.matrix.N, tile.BLOCK_N, tile.WARPS))
+        N = ops.matrix.N
+        scale, offset = halves_of(row_words(ops.matrix.groups, group * N, ops.first_n, N, tile.BLOCK_N, tile.WARPS))
         sum_of_x = _sum_of_x(ops, block * 16 + SPAN_AT // 32, PIECES, tile)
         if form.KIND == "uniform":
             sums += offset.to(tl.float32)[:, None] * sum_of_x
@@ -223,7 +224,7 @@ def _ends(word, form, start, dot):
 def _reload(word, following, offset, form: tl.constexpr):
     """The same word of the next block, or this one where there is none."""
     if following.there:
-        word = tl.load(following.at + offset)
+        word = tl.load(following.rows + (following.at + offset))
     if form.KIND != "codebook":  # there, look-ups are the limit, and registers spill on sm_80
         tl.debug_barrier()  # keeps the load here, see the module
     return word
@@ -274,7 +275,7 @@ def _add_block(acc, words, ops, block, following, PIECES: tl.constexpr, form: tl
                 if form.BITS > 3 and _ends(3, form, start, DOT):
                     w3 = _reload(w3, following, N * 48, form)
                 if form.KIND == "trellis" and start + DOT == 512 and following.there:
-                    w4 = load_behind(following.at, N, following.more, form)
+                    w4 = load_behind(following.rows, following.at, N, following.more, form)
         acc = _apply_group(acc, sums, ops, block, span, min(SPAN // 32, PIECES - span // 32), form, tile)
     return acc, (w0, w1, w2, w3, w4)
 
@@ -300,7 +301,7 @@ def multiply_part(given, pid_n, part, split, form: tl.constexpr, tile: tl.conste
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     blocks = tl.cdiv(matrix.K, 32) // 16
     rest = (tl.cdiv(matrix.K, 32) % 16 > 0).to(tl.int32)
-    each = tl.cdiv(blocks + rest, split)
+    each = (blocks + rest - 1) // split + 1  # not `cdiv`, whose split - 1 would stay in a register until the end
     begin, behind = part * each, (part + 1) * each
     end = tl.minimum(blocks, behind)
     if begin < end:
@@ -308,9 +309,9 @@ def multiply_part(given, pid_n, part, split, form: tl.constexpr, tile: tl.conste
         w0, w1 = tl.load(at), tl.load(at + N * 16)
         w2 = tl.load(at + N * 32) if BITS > 2 else w1
         w3 = tl.load(at + N * 48) if BITS > 3 else w2
-        w4 = load_behind(at, N, begin + 1 < blocks + rest, form) if form.KIND == "trellis" else w3
+        w4 = load_behind(at, 0, N, begin + 1 < blocks + rest, form) if form.KIND == "trellis" else w3
         for block in range(begin, end):
-            following = Next(codes + (block + 1) * BITS * N * 16, block + 1 < end, block + 2 < blocks + rest)
+            following = Next(codes, (block + 1) * BITS * N * 16, block + 1 < end, block + 2 < blocks + rest)
             acc, words = _add_block(acc, (w0, w1, w2, w3, w4), ops, block, following, 16, form, tile)
             w0, w1, w2, w3, w4 = words
     if form.TAIL > 0:  # noqa: SIM102 - a constant and a number of the device
@@ -338,8 +339,8 @@ def write_part(given, results, biased, pid_n, part, split, form: tl.constexpr, t
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     WARPS: tl.constexpr = tile.WARPS
-    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)
     acc = multiply_part(given, pid_n, part, split, form, tile)
+    offs_n = pid_n * BLOCK_N + natural_rows(BLOCK_N, WARPS)  # behind the loop, which has no registers for it
     offs_m = tl.arange(0, BLOCK_M)
     at_out = offs_m[None, :] * N + offs_n[:, None]
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
@@ -424,8 +425,8 @@ def options(M: int, form: Form, major: int) -> dict[str, int]:
     """Further options of the compiler, for a device of this major compute capability."""
     if M > 1 or form.KIND == "codebook":
         return {}
-    if form.KIND == "trellis":  # without, 255 would spill
-        return {"maxnreg": 168} if form.BITS == 4 and major >= 10 else {}
+    if form.KIND == "trellis":  # at 4 bits up to 184 otherwise, which leave room for 4 programs; others stop at 168
+        return {"maxnreg": 168} if form.BITS == 4 else {}
     if form.BITS == 3 and form.TAIL > 0:  # 168 would spill, on Hopper 40 bytes; Ampere and Ada stop there otherwise
         return {"maxnreg": 255} if major == 8 else {}
     limit = REGISTERS.get((major, form.BITS))
