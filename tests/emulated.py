@@ -41,16 +41,24 @@ _NAME = "lowbit-chat-arm64"
 CLOSE = Tolerance(atol=2e-4, why="float additions fused in one place or another")
 STEPS = """
 import importlib.util, json, sys
+from dataclasses import replace
 import numpy as np
+from models import trellis
 place = importlib.util.spec_from_file_location("tiny", "tests/runtime/conftest.py")
 tiny = importlib.util.module_from_spec(place)
 sys.modules["tiny"] = tiny
 place.loader.exec_module(tiny)
 from runtime.backends.cpu.decoder import CpuDecoder
 from runtime.backends.decoder import DecoderOptions, Step
-results = []
-for bits in (3, 4):
-    model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=False)
+results, rng = [], np.random.default_rng(0)
+for bits, coded in ((3, False), (4, False), (2, True), (3, True), (4, True)):
+    model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=max(bits, 3), codebook=False)
+    for name, linear in (model.linears if coded else {}).items():
+        N, K = linear.shape
+        codes = rng.integers(0, 1 << bits, (N, trellis.padded_width(K))).astype(np.uint8)
+        form = {"bits": bits, "group_size": 64, "zeros": None, "trellis": True}
+        scales = np.full((N, 1), 0.03 / K**0.5, np.float16)
+        model.linears[name] = replace(linear, codes=trellis.pack(codes, bits), scales=scales, **form)
     options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
     for count, prefill, first in ((19, False, 1), (1, False, 1), (3, True, 1)):
