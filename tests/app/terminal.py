@@ -39,6 +39,7 @@ class Terminal:
             "LOWBIT_CHAT_CONTEXT": str(context),
             "LOWBIT_CHAT_MAX_TOKENS": "200",
             "HF_HUB_OFFLINE": "1",
+            "ESCDELAY": "10",  # milliseconds after which Escape is no Alt; many an answer takes less than the usual 100
         }
 
     def _tmux(self, *words: str, check: bool = True) -> str:
@@ -73,6 +74,11 @@ class Terminal:
         """Type a text and send it."""
         self.type(text)
         self._tmux("send-keys", "Enter")
+
+    def stop(self, seconds: float) -> None:
+        """Send what was typed, and press Escape so many seconds later, by one command, however busy the machine is."""
+        self._tmux("send-keys", "Enter", ";", "run-shell", "-d", f"{seconds:.2f}", ";", "send-keys", "Escape")
+        time.sleep(1.0)
 
     def screen(self) -> str:
         """What the terminal shows."""
@@ -126,7 +132,7 @@ def stopped(terminal: Terminal) -> None:
     """Ask until an answer is long enough to be stopped, with Escape sooner or later behind the prompt."""
     for attempt in range(TRIES):
         terminal.type(f"Tell me a long story about {attempt} dogs and a boat.")
-        terminal.press("Enter", "Escape", pause_s=0.01 * (attempt % 8))
+        terminal.stop(0.01 * (attempt % 8))
         answered(terminal)
         if "stopped" in terminal.screen():
             return

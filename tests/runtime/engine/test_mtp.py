@@ -51,7 +51,7 @@ def foreseeing(spec: ModelSpec) -> TinyModel:
 def model(request: pytest.FixtureRequest) -> TinyModel:
     """All blocks with attention, or most with states."""
     if request.param == "delta":
-        return foreseeing(replace(hybrid(make_spec, "delta"), vocab_size=V))
+        return foreseeing(replace(hybrid("delta"), vocab_size=V))
     return foreseeing(make_spec(max_context=256, vocab_size=V))
 
 
