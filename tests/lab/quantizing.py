@@ -30,6 +30,7 @@ from models.spec import ModelSpec
 from runtime.measure.speed import peak_memory_bytes
 from tests.lab.store import ROOT, about_run, columns, parser, write
 
+BUILD = ROOT / "build" / "quantizing"
 EXPERTS = 256
 SIZES: dict[str, Any] = {
     "vocab_size": 248320,
@@ -168,7 +169,8 @@ def main() -> None:
     options.add_argument("--experts", type=int, default=16, help=f"of {EXPERTS} in each block")
     options.add_argument("--vocabulary", type=int, default=31040, help=f"of {SIZES['vocab_size']} tokens")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         write_checkpoint(folder, given.blocks, given.experts, given.vocabulary)

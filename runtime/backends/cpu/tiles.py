@@ -226,9 +226,9 @@ def tile_linear(linear: PackedLinear, arena: Arena) -> TiledLinear:
     Raises:
         ValueError: other bits or group size.
     """
-    form, read = matrix_form(linear), PRODUCTS[matrix_form(linear)]
-    if linear.bits not in read:
-        raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(read)}")
+    form = matrix_form(linear)
+    if linear.bits not in PRODUCTS[form]:
+        raise ValueError(f"{linear.name} has {linear.bits} bits; the CPU kernels read {sorted(PRODUCTS[form])}")
     if linear.group_size % BLOCK and not (form == TWO_LEVELS and linear.bits == SIX):
         raise ValueError(f"{linear.name} has groups of {linear.group_size}; the CPU kernels need a multiple of {BLOCK}")
     N, K = linear.shape

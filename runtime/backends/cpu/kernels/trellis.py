@@ -114,7 +114,7 @@ def _emit_four(b: Builder, streams: list[Any], first: int) -> Any:
 def _emit_parts(b: Builder, streams: list[Any], bits: int, channel: int, shift: int) -> tuple[Any, Any]:
     """Of a channel of every stream: the low four bits of its states, and their coarse parts, `shift` larger."""
     first, multiplier = bits * channel, MULTIPLIERS[bits]
-    if isa.VECTORS.startswith("avx") or first % 4 == 0:  # which has no shifts of bytes
+    if isa.VECTORS.startswith("avx") or first % 4 == 0:  # AVX has no shifts of bytes
         low, high = (_emit_four(b, streams, first + half) for half in (0, 4))
     else:  # Neon inserts bits above others, and adds what it shifts, in one instruction each; `generic` tries it out
         states = emit_joined_bytes(b, streams[first // 8], streams[first // 8 + 1], first % 8)

@@ -369,9 +369,7 @@ def options(form: Form, major: int) -> dict[str, int]:
     """Further options of the compiler for a product with its compensation; see `gemv.options`."""
     if form.KIND == "uniform" and form.BITS == 3 and not form.TAIL:  # 168 would spill 8 to 48 bytes
         return {"maxnreg": 255} if major == 10 else {}
-    if (
-        form.KIND == "trellis" and form.BITS < 4
-    ):  # from B200 on the assembler stops at 168 anyway, and spills if told to
+    if form.KIND == "trellis" and form.BITS < 4:  # from sm_100 on it stops at 168 by itself, and spills if told to
         return {"maxnreg": 168} if major < 10 else {}
     return product_options(1, form, major)
 
