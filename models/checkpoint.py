@@ -24,7 +24,7 @@ from models.spec import STATE_QKV, XIELU_LINEAR, XIELU_SLOPES, DeltaSpec, Mixer,
 _TABLE_ROWS = 8192
 """Rows of an embedding table that are read at a time."""
 _APART = 3
-"""Modules of q, k and v, where each head's gate follows its q (`Checkpoint._gates_last`)."""
+"""Modules of q, k and v. If there are no more, gates are each behind its head's q (`Checkpoint._gates_last`)."""
 _BY_HEADS = (2, 3)
 """Numbers of modules of what a delta rule reads, where some have all key heads' (`Checkpoint._heads_apart`)."""
 _OWN_KEYS = re.compile(r"model\.layers\.(\d{1,5})\.self_attn\.[kv]_(?:proj|norm)\.")
@@ -130,7 +130,10 @@ class Checkpoint:
         """The bias of a linear layer, float32 [N], or None."""
         if not self.spec.has_bias(name):
             return None
-        biases = [self.files.entries[f"{module}.bias"].read() for module in self._sources(name)]
+        modules = self._sources(name)
+        biases = [self.files.entries[f"{module}.bias"].read() for module in modules[:_APART]]
+        if len(modules) > _APART:  # gates have none
+            biases.append(torch.zeros(self.spec.attention_widths(int(name.split(".")[1]))[-1]))
         return self._centered(name, self._multiplied(name, torch.cat([each.to(torch.float32) for each in biases])))
 
     def lattices(self, name: str) -> list[StoredTensor] | None:
@@ -158,7 +161,8 @@ class Checkpoint:
         kind = name.rsplit(".", 1)[-1]
         if kind == "qkv" and self.files.family.interleaved and self.spec.rope_of(int(name.split(".")[1])) is not None:
             rows = rows[self._halves()]
-        if kind == "qkv" and self.files.family.proportional:
+        attends = kind == "qkv" and self._mixer(name) in ("attention", "shared")
+        if attends and self.files.family.proportional:
             rows = rows[self._turning_rows(int(name.split(".")[1]))]
         if kind == "qkv" and (parts := len(self._sources(name))) in _BY_HEADS and self._mixer(name) == "delta":
             rows = rows[self._heads_apart(parts)]
@@ -174,7 +178,6 @@ class Checkpoint:
         ):
             rows = rows[self._gates_last()]
         of_all = self._multiplier(name) * self._expert_scale(name)
-        attends = kind == "qkv" and self._mixer(name) in ("attention", "shared")
         of_queries = self.files.multipliers.get("q", 1.0) if attends else 1.0
         of_gates = self.files.multipliers.get("gate", 1.0) if kind == "gate_up" else 1.0
         if of_all == of_queries == of_gates == 1:
@@ -355,7 +358,8 @@ class Checkpoint:
         whole = found[0].endswith("in_proj_qkvz") and f"{found[0]}.weight" not in self.files.entries
         if whole:  # what llama.cpp divides
             return found[0].removesuffix("z"), found[1], found[0].replace("qkvz", "z")
-        return found
+        attends = name.endswith("qkv") and self._mixer(name) == "attention"
+        return found[:_APART] if attends and not self.spec.gated else found
 
     def _vector_keys(self, name: str) -> tuple[str, ...]:
         return self.files.family.vector(name, self._mixer(name))
@@ -464,7 +468,7 @@ class Checkpoint:
                 for module, rows in zip(modules, _rows(spec, name, len(modules)), strict=True):
                     every = spec.num_layers if name.endswith("tokens.gate_up") else 1
                     shapes[f"{module}.weight"] = (every * rows, spec.linear_shape(name)[1])
-                    if spec.has_bias(name):
+                    if spec.has_bias(name) and module in modules[:_APART]:
                         shapes[f"{module}.bias"] = (rows,)
         return shapes
 

@@ -25,6 +25,7 @@ from models.families.granite import GRANITE, GRANITE_FOURTH, GRANITE_MOE, GRANIT
 from models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from models.families.laguna import LAGUNA
 from models.families.lfm2 import LFM2, LFM2_MOE
+from models.families.lfm3 import LFM3
 from models.families.llama import LLAMA, PHI3, SEED_OSS, SMOLLM3
 from models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from models.families.muse_glimmer import MUSE_GLIMMER
@@ -40,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, SMOLLM3, GRANITE, GRANITE_FOURTH, SEED_OSS),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, OLMO2, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, LFM2, QWEN35),
-        *(GEMMA3N, ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1, OLMO_HYBRID, MUSE_GLIMMER),
+        *(GEMMA3N, ARCEE, APERTUS, COHERE, COHERE2, FALCON_H1, OLMO_HYBRID, MUSE_GLIMMER, LFM3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN35_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, OLMOE, GPT_OSS),
         *(GLM4_MOE, ERNIE4_5_MOE, LFM2_MOE, QWEN3_NEXT, HUNYUAN_MOE, DEEPSEEK_V2, GLM4_MOE_LITE, NEMOTRON_H, LAGUNA),
     )
@@ -49,8 +50,8 @@ FAMILIES: Mapping[str, Family] = {
 
 SUPPORTED = (
     "Llama 2/3/3.1/3.2, Mistral, Ministral 8B and 3, Qwen2/2.5, Qwen3, Qwen3.5, Phi-3/3.5, SmolLM3, Granite 3 and "
-    "4 (dense), Seed-OSS, Gemma 1 to 4 and 3n, OLMo 2, 3 and hybrid, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2, Arcee, "
-    "Apertus, Cohere (Command R7B), Falcon-H1 and Muse Glimmer"
+    "4 (dense), Seed-OSS, Gemma 1 to 4 and 3n, OLMo 2, 3 and hybrid, EXAONE 4, GLM-4, Hunyuan, ERNIE 4.5, LFM2 and 3, "
+    "Arcee, Apertus, Cohere (Command R7B), Falcon-H1 and Muse Glimmer"
 )
 """The families as an error message names them."""
 MIXTURES = (

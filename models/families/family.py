@@ -77,7 +77,8 @@ class Family:
     read: Callable[[Fields], ModelSpec]
     """Builds the specification, without token ids."""
     linear_sources: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SEPARATE_LINEAR_SOURCES)
-    """Modules of a block that make up each linear layer, in the order they are fused."""
+    """Modules of a block that make up each linear layer, in the order they are fused. A fourth of `qkv`, of gates, has
+    no bias, and is there if the specification is `gated`."""
     mixer_sources: Mapping[Mixer, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """The same for blocks with other mixers than attention, and the modules of their vectors."""
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)

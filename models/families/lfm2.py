@@ -28,19 +28,13 @@ _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "convolution
 
 
 def _read(fields: Fields) -> ModelSpec:
-    taps = fields.integer("conv_L_cache", 3)
-    if not 2 <= taps <= MOST_TAPS:
-        raise UnsupportedModelError(
-            f"{fields.source}: 'conv_L_cache' is {taps}; convolutions over 2 to {MOST_TAPS} tokens are supported. "
-            "Choose another model."
-        )
     return read_spec(
         fields.with_defaults({"rope_theta": THETA}),
         eps="norm_eps",
         intermediate_size=_mlp_width(fields),
         tied=fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
         mixers=listed_mixers(fields, _MIXERS, partial(_usual, fields)),
-        conv_kernel_size=taps,
+        conv_kernel_size=taps_of(fields, 3),
         conv_bias=fields.flag("conv_bias", False),
         qk_norm=True,
     )
@@ -59,6 +53,17 @@ def _read_mixture(fields: Fields) -> ModelSpec:
         scale=fields.number("routed_scaling_factor", 1.0),
     )
     return replace(_read(full), mixture=mixture)
+
+
+def taps_of(fields: Fields, absent: int) -> int:
+    """Tokens that a convolution sees."""
+    taps = fields.integer("conv_L_cache", absent)
+    if not 2 <= taps <= MOST_TAPS:
+        raise UnsupportedModelError(
+            f"{fields.source}: 'conv_L_cache' is {taps}; convolutions over 2 to {MOST_TAPS} tokens are supported. "
+            "Choose another model."
+        )
+    return taps
 
 
 def _usual(fields: Fields, layers: int) -> list[str]:

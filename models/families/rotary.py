@@ -16,7 +16,7 @@ from models.spec import RopeKind, RopeSpec
 KINDS: Mapping[str, RopeKind] = {kind: kind for kind in ("default", "linear", "llama3", "longrope", "yarn")}
 """Supported values of `rope_type`."""
 _PROPORTIONAL = "proportional"
-"""Another one, of Gemma 4."""
+"""Another one, of Gemma 4 and LFM3, which turn whole heads by the others."""
 
 
 def rope_spec(
@@ -51,7 +51,7 @@ def rope_specs(
         max_context: `max_position_embeddings`.
         theta: Base of the blocks that see everything, where config.json doesn't say.
         local: Base of those with a window, where config.json doesn't say; None: the same as of the others.
-        wide: D of the blocks that see everything, where it is another one.
+        wide: D of the blocks that see everything, where it may be another one; rotation may be proportional then.
 
     Returns:
         That of the blocks that see everything, and that of those with a window.
@@ -94,7 +94,7 @@ def _read(
         return _proportional(fields, table, head_dim)
     kind = known[name]
     theta = table.number("rope_theta", fields.number("rope_theta", 10000.0))
-    rotary_dim = _rotary_dim(fields, table, head_dim)
+    rotary_dim = head_dim if _PROPORTIONAL in known else _rotary_dim(fields, table, head_dim)
     if kind == "default":
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
     if kind == "linear":
@@ -108,7 +108,7 @@ def _read(
 
 def _proportional(fields: Fields, table: Fields, head_dim: int) -> RopeSpec:
     """The first pairs of all D / 2, at the frequencies that they have among those, rotate (`Family.proportional`)."""
-    share = table.number("partial_rotary_factor", 1.0)
+    share = table.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     rotary_dim = 2 * int(share * head_dim // 2)
     if not 2 <= rotary_dim <= head_dim:
         raise table.wrong("partial_rotary_factor", share, f"a share of {head_dim // 2} pairs of channels")

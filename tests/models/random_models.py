@@ -128,6 +128,7 @@ OF_LAGUNA = {
     "shared_expert_intermediate_size": 40,
     "moe_routed_scaling_factor": 1.8,
 }
+OF_LFM3 = {"norm_eps": 0.01, "head_dim": 16, "sliding_window": 5}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
 
 OF_LATENTS = {
@@ -287,6 +288,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm3": (
+        "Lfm3",
+        {
+            **OF_LFM3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "lfm3-biases": (
+        "Lfm3",
+        {
+            **OF_LFM3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_L_cache": 3,
+            "conv_bias": True,
+            "attention_bias": True,
+            "use_sandwich_norm": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3-plain": ("Lfm3", {**OF_LFM3, "layer_types": MIXED, "use_attention_gate": False}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma-biases": ("Gemma", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS, "layer_types": MIXED, "tie_word_embeddings": True}),
@@ -471,7 +496,7 @@ DRAWN_FAMILIES = (
     *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi3", "SmolLM3", "Granite", "SeedOss", "Lfm2", "Qwen3_5"),
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified", "Olmo2", "Olmo3", "Exaone4", "Glm4", "Ministral3"),
     *("HunYuanDenseV1", "GraniteMoeHybrid", "Ernie4_5", "Arcee", "Apertus", "Cohere", "Cohere2", "FalconH1", *MIXTURES),
-    *("OlmoHybrid", "MuseGlimmer", "Gemma3n"),
+    *("OlmoHybrid", "MuseGlimmer", "Gemma3n", "Lfm3"),
 )
 """Families whose configurations `drawn_changes` draws."""
 
@@ -481,6 +506,15 @@ def _drawn_rope(generator: random.Random) -> dict[str, Any]:
     theta = generator.choice([50.0, 1e4, 1e6])
     scaled = [{**YARN, "beta_fast": generator.choice([2.0, 32.0])}, {"rope_type": "linear", "factor": 3.0}]
     return {**generator.choice([{"rope_type": "default"}, *scaled]), "rope_theta": theta}
+
+
+def _drawn_share(generator: random.Random, dim: int) -> dict[str, Any]:
+    """One of a share of all pairs of channels."""
+    return {
+        "rope_type": "proportional",
+        "rope_theta": generator.choice([50.0, 1e4]),
+        "partial_rotary_factor": generator.uniform(2 / dim, 1),
+    }
 
 
 def _drawn_gemma(generator: random.Random, window: int, mask: list[str]) -> dict[str, Any]:
@@ -515,11 +549,7 @@ def _drawn_gemma4(generator: random.Random, window: int, mask: list[str], dim: i
         "moe_intermediate_size": generator.randint(3, 40),
         "final_logit_softcapping": generator.choice([None, 2.0]),
         "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": generator.choice([50.0, 1e4]),
-                "partial_rotary_factor": generator.uniform(2 / wide, 1),
-            },
+            "full_attention": _drawn_share(generator, wide),
             "sliding_attention": _drawn_rope(generator),
         },
     }
@@ -709,6 +739,20 @@ NEW_DRAWN: dict[str, Callable[[random.Random, int, list[str], int], dict[str, An
         "block_auto_adjust_ff_dim": own.random() < 0.5,
         "block_multiple_of": own.randint(1, 20),
         "block_ffn_dim_multiplier": own.uniform(0.5, 2),
+    },
+    "Lfm3": lambda own, window, mask, dim: {
+        "sliding_window": window,
+        "layer_types": [own.choice(["conv", kind]) for kind in mask],
+        "conv_L_cache": own.randint(2, 9),
+        "conv_bias": own.random() < 0.5,
+        "attention_bias": own.random() < 0.5,
+        "use_sandwich_norm": own.random() < 0.7,
+        "use_attention_gate": own.random() < 0.7,
+        "norm_eps": own.choice([1e-5, 0.01]),
+        "rope_parameters": {
+            kind: own.choice([_drawn_rope(own), share := _drawn_share(own, dim), {**share, "rope_type": "default"}])
+            for kind in ("full_attention", "sliding_attention")
+        },
     },
     "HunYuanMoEV1": lambda own, *_: {
         "num_experts": (experts := own.randint(1, 7)),

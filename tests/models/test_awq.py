@@ -33,6 +33,7 @@ CASES = (
     "qwen3-biases-tied",
     "phi3-partial",
     "lfm2-biases",
+    "lfm3",
     "qwen3.5",
     "qwen3.5-biases",
 )

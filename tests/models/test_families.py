@@ -478,6 +478,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] 
         ("lfm2", {}, "norm_eps' is missing"),
         ("lfm2", {"norm_eps": 1e-5, "layer_types": ["conv", "sliding_attention"] * 2}, "layer_types.*list of 4"),
         ("lfm2", {"norm_eps": 1e-5, "full_attn_idxs": [4]}, "full_attn_idxs.*0 to 3"),
+        ("lfm3", {"norm_eps": 1e-5, "layer_types": ["conv", "linear_attention"] * 2}, "layer_types.*sliding_attention"),
         ("laguna", {"num_key_value_heads": 2, "gating": "per-layer"}, "gating.*per-head"),
         ("laguna", {"num_key_value_heads": 2, "num_attention_heads_per_layer": [4, 4, 4, 3]}, "multiples of num_key_v"),
         ("laguna", {"num_key_value_heads": 2, "num_attention_heads_per_layer": 4}, "a list of 4"),

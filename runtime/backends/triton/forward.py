@@ -202,7 +202,7 @@ class Pass(Interpreter[Value]):
             draft=draft,
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
-            gates=_gates(qkv, width) if spec.gated else None,
+            gates=_gates(qkv, spec.attention_widths(layer)[-1]) if spec.gated else None,
         )
         return self._input(out, left)
 

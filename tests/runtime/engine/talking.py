@@ -19,7 +19,12 @@ Tokens = list[int]
 CONTEXT, ROWS, SLOTS = 256, 40, 3
 DELTA = DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "convolution": {"mixers": ("convolution", "attention", "convolution"), "conv_bias": True},
+    "convolution": {
+        "mixers": ("convolution", "attention", "convolution"),
+        "conv_bias": True,
+        "gated": True,
+        "head_gates": True,
+    },
     "delta": {
         "mixers": ("delta", "attention", "delta"),
         "delta": DELTA,

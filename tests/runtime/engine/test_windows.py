@@ -28,6 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixed": {"num_layers": 3, "windows": (20, None, 20)},
     "wide": {"num_layers": 3, "windows": (150, None, 150)},
     "two windows": {"num_layers": 3, "windows": (20, 70, None), "qk_norm": True},
+    "states": {
+        "num_layers": 3,
+        "windows": (None, None, 20),
+        "mixers": ("convolution", "attention", "attention"),
+        "conv_kernel_size": 7,
+    },
     "windows alone": {"num_layers": 2, "windows": (33, 33)},
     "shared": SHARED,
     "streams": STREAMS,

@@ -209,15 +209,6 @@ def gate(gates: int, ups: int, out: int, start: int, stop: int) -> None:
 
 
 @kernel
-def output_gate(x: int, gates: int, width: int) -> None:
-    """x[i] /= 1 + exp(-gates[i]) for i < width, in steps of 16; addresses of float32."""
-    one = fill(numba.float32(1.0))
-    for i in range(0, 4 * width, 64):
-        shares = add(one, exp(sub(zero_floats(), load_floats(gates + i))))
-        store_floats(x + i, div(load_floats(x + i), shares))
-
-
-@kernel
 def softplus(x: Any) -> Any:
     """log(1 + exp(x))."""
     falling = exp(sub(zero_floats(), absolute(x)))
@@ -225,14 +216,23 @@ def softplus(x: Any) -> Any:
 
 
 @kernel
-def softplus_gate(x: int, gates: int, width: int, each: int) -> None:
-    """x[i] *= log(1 + exp(gates[i // each])) for i < width; addresses of float32."""
+def _opened(gates: Any, soft: int) -> Any:
+    """log(1 + exp(x)) of each, or 1 / (1 + exp(-x)) if not `soft`."""
+    if soft != 0:
+        return softplus(gates)
+    one = fill(numba.float32(1.0))
+    return div(one, add(one, exp(sub(zero_floats(), gates))))
+
+
+@kernel
+def output_gate(x: int, gates: int, width: int, each: int, soft: int) -> None:
+    """x[i] *= f(gates[i // each]) for i < width, f as of `_opened`; addresses of float32."""
     if each == 1:
         for i in range(0, 4 * width, 64):
-            store_floats(x + i, mul(load_floats(x + i), softplus(load_floats(gates + i))))
+            store_floats(x + i, mul(load_floats(x + i), _opened(load_floats(gates + i), soft)))
         return
     for i in range(width // each):
-        scale_row(x + 4 * i * each, each, max_lanes(softplus(fill(get_float(gates + 4 * i)))))
+        scale_row(x + 4 * i * each, each, max_lanes(_opened(fill(get_float(gates + 4 * i)), soft)))
 
 
 @kernel

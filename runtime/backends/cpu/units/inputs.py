@@ -20,7 +20,6 @@ from runtime.backends.cpu.kernels.rows import (
     output_gate,
     scale_by,
     scale_row,
-    softplus_gate,
 )
 from runtime.backends.cpu.kernels.views import (
     check_at,
@@ -169,10 +168,8 @@ def merge(i: int, control: int, part: int, parts: int, _scratch: int) -> None:
             at = merge.partial + (row * merge.heads + head) * splits * size
             sink = get_float(merge.sinks + 4 * head) if merge.sinks != 0 else numba.float32(LOWEST)
             merge_splits(at, splits, dim, merge.given, sink, out + 4 * head * merge.given)
-        if merge.gate.at != 0 and merge.softplus != 0:
-            softplus_gate(out, merge.gate.at + row * merge.gate.stride, to.width, merge.each)
-        elif merge.gate.at != 0:
-            output_gate(out, merge.gate.at + row * merge.gate.stride, to.width)
+        if merge.gate.at != 0:
+            output_gate(out, merge.gate.at + row * merge.gate.stride, to.width, merge.each, merge.softplus)
         for c in range(to.width, padded):
             set_float(out + 4 * c, numba.float32(0.0))
         round_groups(to, row, rows, 0, groups)

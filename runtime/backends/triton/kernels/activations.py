@@ -226,7 +226,7 @@ class Spaced(NamedTuple):
     """Some channels of such an output."""
 
     projected: Projected  # [M, channels], with rows further apart
-    stride: Any  # Numbers from a row to the next, or heads, of which loads know that they are aligned
+    stride: Any  # Numbers from a row to the next, or runs, of which loads know that they are aligned
 
 
 def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:

@@ -393,11 +393,12 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["given", "M", "splits", "rows"])
 def _merge_kernel(
-    merged, sinks_ptr, gates, given, M, splits, rows, H: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr
-):
+    merged, sinks_ptr, gates, given, M, splits, rows,
+    H: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows. sinks [H]; see `Merged`.
 
-    `gates` is `Spaced`, or None.
+    `gates` is `Spaced`, or None; one is of `EACH` channels.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -428,7 +429,7 @@ def _merge_kernel(
         top = highest
     x = tl.where(mask_d, acc / weights, 0.0)
     if gates is not None:
-        offs = tl.program_id(0).to(tl.int64) * gates.stride + tl.program_id(1) * D + offs_d
+        offs = tl.program_id(0).to(tl.int64) * gates.stride + (tl.program_id(1) * D + offs_d) // EACH
         x *= sigmoid(projected_at(gates.projected, offs, mask_d, given & _COMPENSATED))
     x = to_half(x)
     tl.store(merged.x + head * D + offs_d, x, mask=mask_d)
@@ -448,8 +449,8 @@ class How(TypedDict, total=False):
     sinks: torch.Tensor | None
     """float32 [H], a score of each query head that takes a share of the softmax and adds nothing; None = none."""
     gates: Projected | None
-    """float32 [M, H * D], numbers whose sigmoids x is multiplied by, and their compensation, or None; None = none. Rows
-    may be further apart."""
+    """float32 [M, H * D] or [M, H], numbers whose sigmoids x or its heads are multiplied by, and their compensation, or
+    None; None = none. Rows may be further apart."""
 
 
 def attend(
@@ -503,7 +504,8 @@ def attend(
         given = (left is not None) | (gates is not None and gates.dec is not None) << 1
         _merge_kernel[(some, H)](
             merged, sinks, None if gates is None else spaced(*(_from(start, each) for each in gates)), given, some,
-            splits, config.rows, H=H, D=D, BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
+            splits, config.rows, H=H, D=D, EACH=1 if gates is None else q.shape[1] // gates.y.shape[1],
+            BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Shape(NamedTuple):
     BLOCK_D: int  # Channels of a head, padded to a power of two
     STAGES: int  # Binary logarithm of the rows of the Hadamard matrix
     SCALE: float  # One over the root of their number
+    RUN: int  # Numbers of a run, in which the distance of rows is counted
     WIDE: bool = False  # Whether norms are over all heads together
     LAST: bool = False  # Whether norms come behind the rotation
 
@@ -90,7 +92,7 @@ def _heads_kernel(
     projected, compensated, norms, rope, basis, rows, layer, q_ptr, stride, per_slot,
     shape: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, head) handles one of the H + 2 H_kv heads of row m, or of the first H; `Spaced` outputs by heads.
+    """Program (m, head) handles one of the H + 2 H_kv heads of row m, or of the first H; `Spaced` outputs by runs.
 
     The channels [0, HALF) rotate with the channels [HALF, 2 HALF), which every channel reads a second time; the rest
     pass through. Keys and values go to a window [slots, .., H_kv, tokens, D], or where there is none to a page. Twelve
@@ -112,7 +114,7 @@ def _heads_kernel(
     partner = tl.where(first, offs_d + HALF, offs_d - HALF)
     position = tl.load(rows.positions + row).to(tl.int64)
     slot = tl.load(rows.slots + row).to(tl.int64)
-    first_of_row = row * projected.stride * D
+    first_of_row = row * projected.stride * shape.RUN
     projected = projected.projected
     start = first_of_row + head * D
     x = projected_at(projected, start + offs_d, mask_d, compensated)
@@ -200,15 +202,16 @@ def heads(
     M, H = q.shape[0], q.shape[1] // D
     alone, normed = y.shape[1] == H * D, norms.q is not None
     assert alone or normed == (norms.k is not None), "queries and keys are normalized together or not at all"
-    shape = _shape(H, H_kv, D, rope.cos.shape[1])
+    run = math.gcd(y.stride(0), D)  # a head, unless gates of heads follow
+    shape = _shape(H, H_kv, D, rope.cos.shape[1])._replace(RUN=run)
     shape = shape._replace(WIDE=normed and norms.q.numel() > D, LAST=normed and isinstance(norms, TurnedNorms))
     weights = HeadNorms(norms.q, norms.q if alone else norms.k, *norms[2:])
     _heads_kernel[(M, H if alone else H + 2 * H_kv)](
-        spaced(y, dec, D), int(dec is not None), weights, rope, basis, rows, pages.tensors, q, pages.stride,
+        spaced(y, dec, run), int(dec is not None), weights, rope, basis, rows, pages.tensors, q, pages.stride,
         pages.per_slot, shape=shape, layout=pages.layout(), num_warps=1,
     )  # fmt: skip
 
 
 def _shape(H: int, H_kv: int, D: int, half: int) -> Shape:
     block = hadamard_block(D)
-    return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5)
+    return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5, D)

@@ -97,6 +97,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms-behind": ({"bits": 4}, {**BEHIND, "head_dim": 8, "num_heads": 5, "num_kv_heads": 1}),
     "norms-of-turned-heads": ({"bits": 4}, {**TURNED, "num_kv_heads": 1}),
     "sinks": ({"bits": 4}, {**SINKS, "windows": (5, None), "num_kv_heads": 1}),
+    "gates-of-heads": ({"bits": 4}, {"gated": True, "head_gates": True, "head_dim": 12}),
     "head-dim-512": ({"bits": 4}, {"head_dim": 512, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1}),
     "shared-caches": ({"bits": 4, "seed": 4}, SHARED),
     "streams": ({"bits": 4, "seed": 5}, STREAMS),
@@ -154,6 +155,7 @@ def test_keys_and_values_beyond_half_precision_are_no_damage(kv: str) -> None:
         {
             *("ragged", "3bit", "biases-qknorm-window", "codebooks-3bit", "head-dim-80"),
             *("norms-on-both-sides", "norms-behind", "norms-of-turned-heads", "sinks", "experts", "experts-3bit"),
+            "gates-of-heads",
             *("shared-caches", "streams", "experts-beside", "latents", "side-by-side", "xielu", "experts-relu2"),
         },
     ),

@@ -183,15 +183,18 @@ def test_many_rows_are_launched_in_parts(device: str, monkeypatch: pytest.Monkey
     _Case(MIXED, 4, 2, 32, 150).check(device)
 
 
+@pytest.mark.parametrize("width", [128, 4], ids=["channels", "heads"])
 @pytest.mark.parametrize("compensated", [False, True])
-def test_outputs_are_multiplied_by_their_gates(device: str, monkeypatch: pytest.MonkeyPatch, compensated: bool) -> None:
+def test_outputs_are_multiplied_by_their_gates(
+    device: str, monkeypatch: pytest.MonkeyPatch, compensated: bool, width: int
+) -> None:
     """The last channels of a wider projection, with and without its compensation, launched in parts."""
     monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
     case = _Case(_run_of(0, 60, 7), 4, 2, 32, 150)
     y = 3 * torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
     dec = torch.full_like(y, 0.5).to(device) if compensated else None
-    shares = (y + 0.5 if compensated else y)[:, -128:].view(7, 4, 32).sigmoid()
-    gates = Projected(y.to(device)[:, -128:], dec if dec is None else dec[:, -128:])
+    shares = (y + 0.5 if compensated else y)[:, -width:].view(7, 4, -1).sigmoid()
+    gates = Projected(y.to(device)[:, -width:], dec if dec is None else dec[:, -width:])
     found = case.run(device, gates=gates)
     assert_close(found, case.expected() * shares, "half attention")
 

@@ -31,7 +31,15 @@ from tests.runtime.engine.talking import Talk, decaying
 
 SLOW = pytest.mark.slow
 SHAPES: dict[str, dict[str, Any]] = {
-    "convolution": {"mixers": ("convolution", "attention"), "num_layers": 2, "conv_bias": True, "conv_kernel_size": 3},
+    "convolution": {
+        "mixers": ("convolution", "attention"),
+        "num_layers": 2,
+        "conv_bias": True,
+        "conv_kernel_size": 3,
+        "windows": (None, 3),
+        "gated": True,
+        "head_gates": True,
+    },
     "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "conv_kernel_size": 3},
 }
 HISTORIES = 2

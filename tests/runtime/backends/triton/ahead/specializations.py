@@ -86,6 +86,8 @@ _GEMMA = {"H": 16, "H_kv": 8, "D": 256}
 """Of Gemma 2 9B."""
 _OSS = {"H": 64, "H_kv": 8, "D": 64}
 """Of gpt-oss-20b."""
+_LFM3 = {"H": 16, "H_kv": 4, "D": 128}
+"""Heads of LFM3 1.7B."""
 _WIDE = {"H": 32, "H_kv": 4, "D": 512}
 """Of Gemma 4 31B's blocks without a window."""
 _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
@@ -354,7 +356,8 @@ def _gate() -> Iterator[Specialization]:
 
 def _heads() -> Iterator[Specialization]:
     """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
-    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's, Gemma 4's with norms of values; all with compensation."""
+    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's, Gemma 4's with norms of values, LFM3 1.7B's;
+    all with compensation."""
     cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
         ("fp16", _LLAMA, 64, ""),
         ("fp16", _LLAMA, 64, " norm"),
@@ -369,11 +372,14 @@ def _heads() -> Iterator[Specialization]:
         ("int4", _QWEN35, 32, " norm"),
         ("fp16", _WIDE, 64, " norm of values"),
         ("int4", _WIDE, 64, " norm of values"),
+        ("int4", _LFM3, 64, " norm, gates of heads"),
     )
     for kv, sizes, half, normed in cases:
         weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
         growth = "*fp32" if normed == " norm of turned" else _ABSENT
         shape = rope._shape(*sizes.values(), half)
+        if "gates" in normed:
+            shape = shape._replace(RUN=sizes["H"])
         yield _one(
             f"heads {kv} {_heads_name(**sizes)} r{2 * half}{normed}",
             rope._heads_kernel,
@@ -426,11 +432,12 @@ def _attention() -> Iterator[Specialization]:
         (16, 8, 8, ""),
         *((H, H_kv, D, " rotated") for H, H_kv, D in ((32, 8, 128), (16, 8, 256), (32, 4, 512), (9, 3, 64))),
         (16, 4, 256, " gates rotated"),
+        (16, 4, 128, " gates of heads"),
     ):
         yield _one(
             f"attend merge {_heads_name(H, H_kv, D)}{more}",
             attention._merge_kernel,
-            {"H": H, "D": D, "BLOCK_S": attention._MERGED},
+            {"H": H, "D": D, "EACH": D if "heads" in more else 1, "BLOCK_S": attention._MERGED},
             attention._MERGE_WARPS,
             types={
                 "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp16" if "rotated" in more else "*fp32"),
