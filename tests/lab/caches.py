@@ -12,6 +12,7 @@ the same code. Interpreters with llama.cpp: see llama.py.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -38,7 +39,7 @@ from runtime.backends.cpu.pool import default_threads
 from runtime.backends.decoder import DecoderOptions, Step
 from runtime.backends.reference.cache import ReferenceCache
 from runtime.kv.control import KVCache
-from runtime.kv.kinds import KINDS, CacheKind, KVKind, window_token_bytes
+from runtime.kv.kinds import KINDS, LOW_RANK, SPARSITY, CacheKind, KVKind, window_token_bytes
 from runtime.load.plan import open_decoder
 from runtime.measure.evaluate import perplexity
 from runtime.measure.speed import fill, peak_memory_bytes
@@ -50,7 +51,7 @@ from tests.lab.quality import numbers
 from tests.lab.store import ROOT, Entries, about_run, attempt, columns, digest, listed, parser, teller, version
 from tests.real_models import gemma_file
 
-PARTS = ("perplexity", "checks", "size", "memory", "speed")
+PARTS = ("perplexity", "steps", "checks", "size", "memory", "speed")
 ORDER: tuple[KVKind, ...] = (
     *("fp16", "int8", "hierarchical", "int4", "kcvt4", "gear-l4", "gear4", "kivi2", "gear-l2", "gear2"),
 )
@@ -202,16 +203,35 @@ def checked(name: str, given: argparse.Namespace) -> dict[str, Any]:
     return about | {way.kv: {"kl": way.kl, "same_percent": way.same_percent} for way in found}
 
 
-def scored(case: Case, kind: KVKind) -> dict[str, Any]:
-    """Perplexity over one kind of cache."""
-    options = DecoderOptions(kv=kind, context=case.window, k_chunk=K_CHUNK)
-    decoder, _ = open_decoder(low_bit(case), options, "cpu")
+def scored(case: Case, kind: CacheKind) -> dict[str, Any]:
+    """Perplexity over one kind of cache, or over one that has the name of a kind and other parameters."""
+    options, kinds = DecoderOptions(kv=kind.name, context=case.window, k_chunk=K_CHUNK), {**KINDS, kind.name: kind}
+    with patch("runtime.backends.cpu.cache.KINDS", kinds), patch("runtime.backends.cpu.backend.KINDS", kinds):
+        decoder, _ = open_decoder(low_bit(case), options, "cpu")
     try:
         result = perplexity(decoder, case.text(), case.window, case.stride)
     finally:
         decoder.close()
-    about = {"model": case.name, "weights": "4-bit", "backend": "cpu", "kind": kind, "window": case.window}
+    about = {"model": case.name, "weights": "4-bit", "backend": "cpu", "kind": kind.name, "window": case.window}
     return {**about, **numbers(result)}
+
+
+def steps() -> list[tuple[CacheKind, dict[str, Any]]]:
+    """GEAR's corrections one by one, over backbones as the paper has them and as this program does (GEAR §3, §4.1).
+
+    The paper's keep keys in their own basis, no first tokens, and buffers of n_b = 64; here it is n_b = 128. All pages
+    have a prompt's rank of 4, which is that of the kernels.
+
+    Returns:
+        Kinds, each with what it differs in.
+    """
+    found = []
+    for name, page in itertools.product(("kivi2", "kcvt4"), (64, 128)):
+        for rank, sparsity in ((0, 0.0), (LOW_RANK, 0.0), (LOW_RANK, SPARSITY), (LOW_RANK, 2 * SPARSITY)):
+            about = {"backbone": name, "n_b": page, "rank": rank, "outliers_percent": round(100 * sparsity)}
+            own = replace(KINDS[name], rank=rank, sparsity=sparsity)
+            found.append((replace(own, page=page, sinks=0, turned=False) if page == 64 else own, about))
+    return found
 
 
 def sized(name: KVKind, head_dim: int) -> dict[str, Any]:
@@ -384,7 +404,10 @@ def main() -> None:
 
     for case in cases(given.smollm2) if "perplexity" in given.only else ():
         for kind in ORDER if case.window == 1024 else LONG:
-            measure("perplexity", [case.name, kind], lambda c=case, k=kind: scored(c, k))
+            measure("perplexity", [case.name, kind], lambda c=case, k=KINDS[kind]: scored(c, k))
+    for own, about in steps() if "steps" in given.only else ():
+        case = cases(given.smollm2)[0]
+        measure("steps", list(about.values()), lambda c=case, k=own, a=about: {**a, **scored(c, k)})
     for name in CHECKED if "checks" in given.only else ():
         measure("checks", [name], lambda n=name: checked(n, given))
     entries.keep("checks", [[name] for name in CHECKED])

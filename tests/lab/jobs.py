@@ -82,6 +82,7 @@ _MIXTURES = {
     "granite4-h": "Granite 4 h-tiny, 8 of 40 blocks, random weights",
 }
 _PEER = "--peer-python {peer}"
+_CACHES = {"perplexity": 14, "steps": 6, "checks": 2, "size": 1, "memory": 5}
 _SPECULATION = {"acceptance": 3, "memory": 4, "costs": 5, "speed": 3, "copied": 4, "heads": 2}
 JOBS = (
     Job("start", 5, "start"),
@@ -117,9 +118,7 @@ JOBS = (
         Job("speculation", minutes, f"speculation --stored smollm2-4={{four}} --only {part} --one-thread", part)
         for part, minutes in _SPECULATION.items()
     ),
-    Job(
-        "caches", 22, "caches --smollm2 {smollm2} --only perplexity,checks,size,memory", "perplexity,checks,size,memory"
-    ),
+    *(Job("caches", minutes, f"caches --smollm2 {{smollm2}} --only {part}", part) for part, minutes in _CACHES.items()),
     Job("caches", 8, f"caches {_PEER} --only speed", "speed"),
     Job("tasks", 40, "tasks --smollm2 {smollm2}", "keys,chats,drift,forms"),
     Job(

@@ -236,6 +236,17 @@ def caches(found: Found) -> str:
     return table(("", "bytes", "1k", "2k", "4k", "8k", "Moby-Dick, 1k", "KL", "tokens/s at 32k"), rows)
 
 
+def cache_steps(found: Found) -> str:
+    """GEAR's corrections over backbones as the paper has them, and as they are here (GEAR Fig. 1, Table 1)."""
+    entries = found["sections"]["steps"]
+    ways = list(dict.fromkeys((one["rank"], one["outliers_percent"]) for one in entries))
+    rows = []
+    for name, n_b in dict.fromkeys((one["backbone"], one["n_b"]) for one in entries):
+        own = (_maybe(entries, backbone=name, n_b=n_b, rank=rank, outliers_percent=share) for rank, share in ways)
+        rows.append((name, n_b, *map(_perplexity, own)))
+    return table(("backbone", "n_b", *(f"rank {rank}, {share} % outliers" for rank, share in ways)), rows)
+
+
 def cache_checks(found: Found) -> str:
     """What each kind loses along answers of a model, and the kind that follows as its default."""
     rows = []
@@ -532,6 +543,11 @@ SECTIONS = (
         *("KV caches", "caches", caches, "perplexity,checks,size,speed"),
         note="Loss against fp16 by length of the window (fp16: its perplexity); KL and the same top token beside an "
         "exact cache along three answers of 192 tokens (fp16 has another kernel); speeds of a small random shape.",
+    ),
+    Section(
+        *("KV caches: GEAR step by step", "caches", cache_steps, "steps"),
+        note="Perplexity of SmolLM2 at 4 bits, windows of 1,024 tokens. n_b = 64: as in the paper, keys in their own "
+        "basis, no first tokens kept; 128: as here, keys turned, 64 first tokens kept.",
     ),
     Section(
         *("KV caches: checked for each model", "caches", cache_checks, "checks"),
