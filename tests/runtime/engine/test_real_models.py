@@ -17,6 +17,7 @@ from runtime.load.plan import open_decoder, open_engine
 from runtime.measure.evaluate import EvalResult, full_precision_perplexity, perplexity
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
+from tests.grid import grid
 
 pytestmark = pytest.mark.data
 
@@ -70,7 +71,7 @@ class Case:
         return full_precision_perplexity(Checkpoint.open(self.folder), self.tokens(), WINDOW, STRIDE)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=grid(CASES, {"stories260k"}))
 def case(request: pytest.FixtureRequest, shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
     text, calibration, group_size = CASES[request.param]
     return Case(

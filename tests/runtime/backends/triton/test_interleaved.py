@@ -92,6 +92,7 @@ def test_compensation_is_right_under_every_schedule(compensated: Callable[..., b
     assert all(compensated(seed) for seed in seeds)
 
 
+@pytest.mark.slow
 def test_a_schedule_can_be_repeated_and_without_fences_it_breaks(compensated: Callable[..., bool]) -> None:
     first = [compensated(seed, fences=False) for seed in range(2)]
     assert not all(first)
