@@ -58,6 +58,7 @@ class LocalRuntime:
             base=not loaded.engine.tokenizer.has_chat_template,
             kv=loaded.kv,
             k_chunk=dict(loaded.k_chunk),
+            exact=loaded.exact,
             context=loaded.context,
             kv_bytes=loaded.kv_bytes,
             sampling=dict(loaded.sampling),

@@ -54,6 +54,19 @@ REPORTS = (
         "machine that has it"
     ),
     "making a low-bit model",
+    "answering in full precision",
+    (
+        "{path} is not the checkpoint that {name} was made from, or was changed since: its checksums differ from those "
+        "of the model, so make it again (`quantize --force`)"
+    ),
+    (
+        "the checkpoint that {name} was made from ({source}) is not where it was: get it again (`pull`), or name its "
+        "folder or GGUF file once, as in `lowbit-chat run PATH --budget exact`"
+    ),
+    "{name} does not answer exactly, as the settings want, but with the default budget: {error}",
+    "do what it says, or choose another budget (F3, `lowbit-chat config set budget`)",
+    "exact answers are computed by the CPU backend only",
+    "experts are not multiplied in full precision, so this model cannot answer exactly",
     # making models
     "as a chat gets it, perplexity rises {grown} at {size} bits with {count} of 1024 channels compensated: {others}",
     "as a chat gets it, perplexity rises {grown} at {size} bits without compensation: {others}",
@@ -227,6 +240,7 @@ REPORTS = (
     "a slowdown budget is from 0 to {most} percent, not {budget}",
     "a slowdown budget must be above 0 and at most 100 percent, not {budget}",
     "a k_chunk and a budget exclude each other: leave out one of them",
+    "exact answers are not compensated: leave out k_chunk and the budget of prompts",
     "k_chunk is {k_chunk}; it counts channels of {all}, so give a number from 0 to {most}",
     "{bits} bits can't be simulated; give 3, 3.5 or 4",
     "{layer} of block {number}",

@@ -27,6 +27,7 @@ from runtime.compensation import (
     DEFAULT_PROMPT_BUDGET_PERCENT,
     LARGEST_BUDGET_PERCENT,
     Compensation,
+    Exact,
     of_settings,
 )
 from runtime.drafting import LARGEST_GAMMA, Drafts, Speculate
@@ -69,6 +70,8 @@ class Rule:
     """Which of these."""
     optional: bool
     """Whether `auto` (None) is allowed."""
+    also: tuple[str, ...]
+    """Texts that are allowed beside numbers."""
     meaning: str
     """The meaning for the user, as half a sentence."""
     secret: bool = False
@@ -97,7 +100,9 @@ class Rule:
                 words = _("a number from {low:g} to {high:g}", low=low, high=high)
         else:
             words = _("one of {choices}", choices=", ".join(self.choices)) if self.choices else _("text")
-        return _("{words}, or {choice}", words=words, choice=UNSET) if self.optional else words
+        for choice in (*self.also, *([UNSET] if self.optional else [])):
+            words = _("{words}, or {choice}", words=words, choice=choice)
+        return words
 
     def parse(self, value: object) -> Value:
         """Convert input from a user, a file or a program to a value.
@@ -107,7 +112,7 @@ class Rule:
         """
         if self.optional and value == UNSET:
             return None
-        if self.kind is not str and isinstance(value, str):
+        if self.kind is not str and isinstance(value, str) and value not in self.also:
             value = float(value)
         if self.kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -125,7 +130,8 @@ def _rule(annotation: Any, about: Mapping[str, Any]) -> Rule:
         kind, limit = str, OneOf(get_args(kind))
     elif get_origin(kind) is Annotated:
         kind, limit = get_args(kind)
-    return Rule(annotation=annotation, kind=kind, limit=limit, optional=optional, **about)
+    also = tuple(text for member in members[1:] for text in get_args(member))
+    return Rule(annotation=annotation, kind=kind, limit=limit, optional=optional, also=also, **about)
 
 
 def _setting(meaning: str, default: Value = None, **about: bool) -> Any:
@@ -172,9 +178,10 @@ class Settings:
         _("first blocks of a model on the graphics card, where the processor runs the others; auto: all that fit"),
         reload=True,
     )
-    budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | None = _setting(
+    budget: Annotated[float, Within(0, LARGEST_BUDGET_PERCENT)] | Exact | None = _setting(  # noqa: RUF009 -- makes a field
         _(
-            "slowdown that compensation may cost, in percent; 0 is off; auto: {default:g}",
+            "slowdown that compensation may cost, in percent; 0 is off; exact: the full-precision model's answers; "
+            "auto: {default:g}",
             default=DEFAULT_BUDGET_PERCENT,
         )
     )
@@ -295,7 +302,9 @@ class Settings:
             prompt_budget: the percentage for prompts that this load was asked for.
         """
         found = of_settings(self.k_chunk, self.budget, asked, prompt_budget=self.prompt_budget)
-        return found if prompt_budget is None else dataclasses.replace(found, prompt_budget_percent=prompt_budget)
+        if prompt_budget is None or found.exact:
+            return found
+        return dataclasses.replace(found, prompt_budget_percent=prompt_budget)
 
     def load_request(self, model: str) -> LoadRequest:
         """The request that loads a model with these settings."""
@@ -309,7 +318,8 @@ class Settings:
             gamma=self.gamma,
             sensitive_layers=self.sensitive_layers,
             k_chunk=wanted.k_chunk,
-            budget=wanted.budget_percent,
+            budget=wanted.budget,
+            or_usual=wanted.or_usual,
             prompt_budget=wanted.prompt_budget_percent,
             context=self.context,
             num_parallel=self.num_parallel or _ANSWERS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from runtime.errors import RequestError
 
@@ -21,14 +22,17 @@ DEFAULT_BUDGET_PERCENT = 5.0
 """Default slowdown budget of decoding."""
 DEFAULT_PROMPT_BUDGET_PERCENT = 20.0
 """Default slowdown budget of prompts, if decoding is compensated."""
+Exact = Literal["exact"]
+EXACT: Exact = "exact"
+"""The budget of exact answers: those of the source's own weights, whatever they cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compensation:
-    """A fixed k_chunk, or a slowdown budget; with neither, the default budget.
+    """A fixed k_chunk, a slowdown budget, or exact answers; with none of them, the default budget.
 
     Raises:
-        RequestError: both are given, or a value is out of range.
+        RequestError: several are given, or a value is out of range.
     """
 
     k_chunk: Mapping[str, int] | int | None = None
@@ -37,8 +41,16 @@ class Compensation:
     """Slowdown of decoding that compensation may cause, in [0, 100]; 0 is no compensation."""
     prompt_budget_percent: float | None = None
     """Slowdown of prompts that compensation may cause, in [0, 100]; None: see `prompt_percent`."""
+    exact: bool = False
+    """Whether the source's own weights answer, so that nothing is compensated."""
+    or_usual: bool = False
+    """Whether the default budget does instead where they can't; else that is an error."""
 
     def __post_init__(self) -> None:
+        if self.exact:
+            if any(own is not None for own in (self.k_chunk, self.budget_percent, self.prompt_budget_percent)):
+                raise RequestError("exact answers are not compensated: leave out k_chunk and the budget of prompts")
+            return
         if self.prompt_budget_percent is not None:
             check_budget(self.prompt_budget_percent)
         if self.k_chunk is None:
@@ -49,6 +61,34 @@ class Compensation:
             raise RequestError("a k_chunk and a budget exclude each other: leave out one of them")
         else:
             k_chunk_by_type(self.k_chunk)
+
+    @classmethod
+    def asked(
+        cls,
+        k_chunk: Mapping[str, int] | int | None,
+        budget: float | Exact | None,
+        prompt_budget: float | None = None,
+        *,
+        or_usual: bool = False,
+    ) -> Compensation:
+        """What a request, a setting or the command line asks for: the fields, with `EXACT` among the budgets.
+
+        Raises:
+            RequestError: as the class.
+        """
+        percent, exact = (None, True) if budget == EXACT else (budget, False)
+        return cls(
+            k_chunk=k_chunk,
+            budget_percent=percent,
+            prompt_budget_percent=prompt_budget,
+            exact=exact,
+            or_usual=exact and or_usual,
+        )
+
+    @property
+    def budget(self) -> float | Exact | None:
+        """The budget as a request or a setting has it; None with a fixed k_chunk."""
+        return EXACT if self.exact else self.budget_percent
 
     @property
     def by_type(self) -> dict[str, int]:
@@ -75,7 +115,7 @@ class Compensation:
 
 def of_settings(
     k_chunk: Mapping[str, int] | int | None,
-    budget_percent: float | None,
+    budget: float | Exact | None,
     override: Compensation | None = None,
     *,
     prompt_budget: float | None = None,
@@ -84,14 +124,13 @@ def of_settings(
 
     Args:
         k_chunk: From the settings.
-        budget_percent: From the settings; ignored if there is a k_chunk.
+        budget: From the settings; ignored if there is a k_chunk. Where answers can't be exact, the default does.
         override: From the command line. If it turns compensation off, the settings do not turn it on.
         prompt_budget: From the settings, for prompts.
     """
-    found = override or Compensation(k_chunk=k_chunk, budget_percent=budget_percent if k_chunk is None else None)
-    keep = (
-        prompt_budget is None or found.prompt_budget_percent is not None or (override is not None and not found.decodes)
-    )
+    found = override or Compensation.asked(k_chunk, budget if k_chunk is None else None, or_usual=True)
+    off = found.exact or (override is not None and not found.decodes)
+    keep = prompt_budget is None or found.prompt_budget_percent is not None or off
     return found if keep else replace(found, prompt_budget_percent=prompt_budget)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from app.chat.prompt_files import PromptFile
     from app.conversation import Conversation
     from app.history.exchange import ImportedChat
+    from runtime.compensation import Exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ SETTINGS: Mapping[str, Callable[[str], object]] = {
 }
 """Sampling settings of `/set` with parsers of their values; `system` and `stop` take the text unchanged."""
 SETTING_NAMES = ("system", "stop", *SETTINGS)
-BUDGETS = ("off", "2.5", "5", "10", "20", "auto")
+BUDGETS = ("off", "2.5", "5", "10", "20", "exact", "auto")
 COMMANDS = (
     Command(
         name="model", argument=_("[NAME]"), takes="model", help=_("go on with another model; alone: which there are")
@@ -76,7 +77,7 @@ COMMANDS = (
         name="budget",
         argument=_("PERCENT"),
         takes="budget",
-        help=_("how much slower compensation may make answers; or off"),
+        help=_("how much slower compensation may make answers; off; or exact ones"),
     ),
     Command(
         name="set",
@@ -163,15 +164,15 @@ def path_of(text: str) -> Path:
         raise CommandError(f"{text}: {error}") from error
 
 
-def budget_of(text: str) -> float | None:
-    """The percentage of `/budget`; None: the usual one.
+def budget_of(text: str) -> float | Exact | None:
+    """The budget of `/budget`; None: the usual one.
 
     Raises:
         CommandError: it is none.
     """
-    value = _read("budget", "0" if text == "off" else text, RULES["budget"].parse)
-    assert value is None or isinstance(value, float)
-    return value
+    value: Any = _read("budget", "0" if text == "off" else text, RULES["budget"].parse)
+    budget: float | Exact | None = value
+    return budget
 
 
 def with_setting(own: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import typer
 from app.amounts import byte_count
 from app.cli import options
 from app.cli.load import load_model, load_options
-from app.cli.model import exact_source, open_model
+from app.cli.model import open_model
 from app.cli.output import Interrupt, Output
 from app.cli.services import DEMO, Services, services_of
 from app.language import _, ngettext
 from app.reports import reported
-from runtime.compensation import Compensation, layer_words
+from runtime.compensation import EXACT, Compensation, layer_words
 
 if TYPE_CHECKING:
     from models.progress import Cancelled
@@ -64,7 +64,7 @@ def bench(
     from runtime.system.power import power_words
 
     options.check_speculation(speculation, gamma, kv)
-    if speculation and kv is not None and not (budget == options.EXACT or KINDS[kv].has_draft):
+    if speculation and kv is not None and not (budget == EXACT or KINDS[kv].has_draft):
         raise typer.BadParameter(
             _("drafts of the model are measured, and need the {wanted} cache, not {kv}", wanted=SPECULATIVE_KV, kv=kv),
             param_hint="--speculate",
@@ -91,7 +91,6 @@ def bench(
         backend=backend,
         experts_on_device=experts_on_device,
         layers_on_device=layers_on_device,
-        exact=exact_source(named, stored, services, output) if budget == options.EXACT else None,
     )
     loaded = load_model(stored, wanted, services, output, budgets_asked=True)
     with contextlib.closing(loaded.engine) as engine, engine.borrow(context) as decoder:
@@ -111,7 +110,7 @@ def bench(
             ]
             compensation = (
                 None
-                if budget in (None, options.EXACT) and not k_chunk
+                if budget in (None, EXACT) and not k_chunk
                 else _compensation(decoder, services, interrupt.cancelled)
             )
             prompts = _prompts(decoder, interrupt.cancelled) if prompt_budget else None

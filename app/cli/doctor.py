@@ -401,6 +401,8 @@ def profile_report(services: Services, backend_name: str) -> dict[str, Any] | No
         report["offer"] = _offer(services, runner, model, budget)
     if problem is None and compensation.prompt_percent:
         report["prompts"] = _prompts(services, runner, model, compensation.prompt_percent)
+    if compensation.exact:
+        return {**report, "reason": _("answers are exact, so nothing is compensated")}
     if budget is None:
         return {**report, "reason": _("k_chunk is fixed at {k_chunk} by the settings", k_chunk=compensation.k_chunk)}
     if not budget:

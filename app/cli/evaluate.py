@@ -11,7 +11,7 @@ import typer
 
 from app.cli import options
 from app.cli.load import load_model, load_options, load_plan
-from app.cli.model import exact_source, find_checkpoint, open_model
+from app.cli.model import find_checkpoint, open_model
 from app.cli.models import read_text
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import Services, services_of
@@ -94,7 +94,6 @@ def evaluate(
             prompt_budget=prompt_budget if as_chat else 0.0,  # it only matters if there are prompts
             backend=backend,
             select=select or "approx",
-            exact=exact_source(model, stored, services, output) if budget == options.EXACT else None,
         )
         budgets_asked = compensation is not None or prompt_budget is not None
         result, about = _stored(stored, content, span, asked, services, output, budgets_asked=budgets_asked)

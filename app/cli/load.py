@@ -12,8 +12,6 @@ from app.language import _
 from app.reports import reported
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from models.store import StoredModel
     from runtime.backends.decoder import KVKind, Selector
     from runtime.compensation import Compensation
@@ -34,15 +32,11 @@ def load_options(
     experts_on_device: str | None = None,
     layers_on_device: str | None = None,
     select: Selector = "approx",
-    exact: Path | None = None,
 ) -> LoadOptions:
     """How to load a model: the command line's choices, else the settings', as far as they fit any model.
 
-    `exact` is the checkpoint whose own weights it answers with.
-
     Raises:
         SettingsError: a setting is invalid.
-        ModelError: the checkpoint cannot be read, or does not compute what the model does beside its matrices.
     """
     from app.settings import load
     from runtime.load.memory import experts_within, layers_within
@@ -56,11 +50,6 @@ def load_options(
         experts = experts_within(experts, model.spec)
     if layers_on_device is None:
         layers = layers_within(layers, model.spec)
-    source = None
-    if exact is not None:
-        from models.exact import ExactSource
-
-        source = ExactSource(exact, model)
     return LoadOptions(
         compensation=settings.compensation(compensation, prompt_budget),
         speculation=settings.drafts,
@@ -71,7 +60,6 @@ def load_options(
         experts_on_device=experts,
         layers_on_device=layers,
         select=select,
-        exact=source,
     )
 
 
@@ -80,12 +68,13 @@ def load_plan(model: StoredModel, asked: LoadOptions, services: Services) -> Loa
 
     Raises:
         RuntimeFailure: the options conflict, or there is not enough memory.
+        ModelError: answers are to be exact, and the source is not at hand.
     """
     from app.paths import profiles_dir
     from runtime.load.plan import plan_load
 
     prepare_folders()
-    return plan_load(model, asked, memory=services.memory(), measurements=profiles_dir())
+    return plan_load(model, asked, memory=services.memory(), measurements=profiles_dir(), store=services.store())
 
 
 def load_model(
@@ -108,7 +97,7 @@ def load_model(
         prompts_later: Whether prompts that were never tuned are left to `tune_pending_prompts`.
 
     Raises:
-        RuntimeFailure: the options conflict, or there is not enough memory.
+        RuntimeFailure, ModelError: as `load_plan`.
         KeyboardInterrupt: the user stopped it; completed measurements are stored.
     """
     from runtime.load.memory import DEFAULT_CONTEXT

@@ -1,16 +1,9 @@
-"""MODEL arguments: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub.
-
-Whether a stored model was made from a given checkpoint is told by the sha256 of every source file in its recipe.json,
-since names alone do not identify weights. Hashing gigabytes at every start would take seconds, so a match is cached
-together with the sizes and modification times of the files.
-"""
+"""MODEL arguments: a stored name, `demo`, a checkpoint's folder or GGUF file, a short name, or a name on the hub."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.cli.output import CliError, Interrupt, Output
 from app.cli.services import DEMO, Services
@@ -20,100 +13,11 @@ from app.paths import links_dir
 from app.reports import reported
 from models.catalogue import KNOWN, SHORT_NAMES, source_of
 from models.errors import MAKING, check_needed
-from models.files import replacing
 
 if TYPE_CHECKING:
     from models.catalogue import KnownModel
     from models.recipe import Recipe
     from models.store import StoredModel, StoredModelInfo
-
-
-class Origins:
-    """Cached matches of checkpoints (and their places) and stored models, in a file that may be deleted any time."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def made_from(self, info: StoredModelInfo, checkpoint: Path) -> bool:
-        """Whether a model was made from this folder or GGUF file."""
-        files = recorded(info)
-        if not files or (checkpoint.is_file() and list(files) != [checkpoint.name]):
-            return False
-        folder = _folder(checkpoint)
-        stamps = _stamps(folder, files)
-        if stamps is None:
-            return False
-        key = _key(info, folder)
-        entry = {"stamps": stamps, "files": files}
-        known = self._read()
-        if known.get(key) == entry:
-            return True
-        if any(_sha256(folder / name) != sha256 for name, sha256 in files.items()):
-            return False
-        self._write({**known, key: entry})
-        return True
-
-    def remember(self, info: StoredModelInfo, checkpoint: Path) -> None:
-        """Note where the checkpoint is that a model was made from."""
-        self._write({_key(info, _folder(checkpoint)): {}, **self._read()})
-
-    def found(self, info: StoredModelInfo) -> Path | None:
-        """Where the checkpoint was that a model was made from, if it is noted."""
-        begin = _key(info, Path())
-        for key in self._read():
-            if key.startswith(begin) and (folder := Path(key.removeprefix(begin))).is_dir():
-                files = [folder / name for name in recorded(info) if name.endswith(".gguf")]
-                return files[0] if files else folder
-        return None
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            data = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}  # nothing cached: hash the files
-        return data if isinstance(data, dict) else {}
-
-    def _write(self, known: dict[str, Any]) -> None:
-        """Save the cache. If that fails, files are hashed again next time."""
-        try:
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(self._file, synced=False) as file:
-                file.write(json.dumps(known).encode())
-        except OSError:
-            return
-
-
-def _folder(checkpoint: Path) -> Path:
-    return checkpoint.parent if checkpoint.is_file() else checkpoint
-
-
-def _key(info: StoredModelInfo, folder: Path) -> str:
-    return f"{info.path.resolve()} {folder.resolve() if folder.name else ''}"
-
-
-def recorded(info: StoredModelInfo) -> dict[str, str]:
-    """sha256 by name of the files that a model was made from; empty if not recorded."""
-    from models.store.layout import RECIPE
-
-    try:
-        files = json.loads((info.path / RECIPE).read_text(encoding="utf-8"))["source"]["files"]
-        return {str(name): str(entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def _stamps(folder: Path, names: dict[str, str]) -> dict[str, list[int]] | None:
-    """Size and modification time of each file; None if any is missing."""
-    try:
-        statuses = {name: (folder / name).stat() for name in names}
-    except OSError:
-        return None
-    return {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def open_model(name: str, services: Services, output: Output) -> StoredModel:
@@ -177,32 +81,6 @@ def find_checkpoint(name: str, services: Services, output: Output) -> Path:
     if _is_hub_name(name):
         return _hub_checkpoint(name, services, output)
     raise CliError(unknown(name, services))
-
-
-def exact_source(name: str, model: StoredModel, services: Services, output: Output) -> Path:
-    """The very checkpoint that the stored model named by MODEL was made from.
-
-    Raises:
-        CliError: it is not here, or was changed since.
-        ModelError: a download failed.
-        KeyboardInterrupt: the user stopped it.
-    """
-    check_needed(_("answering in full precision"))
-    info, origins = model.info, Origins(services.origins_file())
-    path = None
-    if is_stored(name, services):
-        path = origins.found(info) or (services.cached(info.source) if _is_hub_name(info.source) else None)
-    path = path or find_checkpoint(name, services, output)
-    if not origins.made_from(info, path):
-        raise CliError(
-            _(
-                "{path} is not the checkpoint that {name} was made from, or was changed since: its checksums differ "
-                "from those of the model, so make it again (`quantize --force`)",
-                path=path,
-                name=model.name,
-            )
-        )
-    return path
 
 
 def is_stored(name: str, services: Services) -> bool:
@@ -287,7 +165,7 @@ def quantized(
     """
     text = calibration if calibration is not None else services.calibration_text()
     with Interrupt() as interrupt, output.progress() as progress:
-        info = services.quantize(
+        return services.quantize(
             checkpoint,
             recipe,
             name=name,
@@ -296,8 +174,6 @@ def quantized(
             progress=progress,
             cancelled=interrupt.cancelled,
         )
-    Origins(services.origins_file()).remember(info, checkpoint)
-    return info
 
 
 def unknown(name: str, services: Services) -> str:
@@ -361,17 +237,20 @@ def _usual(info: StoredModelInfo) -> bool:
 
 def _made_from(checkpoint: Path, services: Services) -> StoredModelInfo | None:
     """A stored model made from this very folder or file, as usual: with its own weights, or rounded."""
+    from models.origins import Origins
     from models.store.store import source_name
 
     source = source_name(checkpoint)
     found = [info for info in services.store().list() if info.source == source]
     candidates = sorted(filter(_usual, found), key=lambda info: (not info.recipe.kept, not info.recipe.trellis))
-    origins = Origins(services.origins_file())
+    origins = Origins(services.store())
     return next((info for info in candidates if origins.made_from(info, checkpoint)), None)
 
 
 def _made_of_known(model: KnownModel, services: Services, output: Output) -> StoredModelInfo:
     """A stored model made from a model with a short name, rounded as usual; made now if there is none."""
+    from models.origins import recorded
+
     candidates = [info for info in services.store().list() if _usual(info) and not info.recipe.kept]
     ready = [info for info in candidates if model.sha256 in recorded(info).values()]
     if ready:

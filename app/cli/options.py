@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from app.language import _
 from app.reports import reported
-from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, check_budget
+from runtime.compensation import CHUNK, EXACT, LARGEST_BUDGET_PERCENT, Compensation
 from runtime.drafting import LARGEST_GAMMA
 from runtime.errors import RequestError
 from runtime.kv.kinds import KINDS, SPECULATIVE_KV, KVKind
@@ -19,22 +19,6 @@ from runtime.kv.kinds import KINDS, SPECULATIVE_KV, KVKind
 T = TypeVar("T")
 Backend = Literal["auto", "triton", "cpu", "reference"]
 Select = Literal["approx", "exact", "static", "random"]
-
-
-EXACT = math.inf
-"""The budget of exact answers, which are not compensated."""
-
-
-def _budget_or_exact(text: str) -> float:
-    if text == "exact":
-        return EXACT
-    try:
-        check_budget(percent := float(text))
-    except ValueError:
-        raise typer.BadParameter(_("not a number")) from None
-    except RequestError as error:
-        raise typer.BadParameter(reported(str(error))) from error
-    return percent
 
 
 def _finite(value: float | None) -> float | None:
@@ -61,26 +45,22 @@ def set_within(ctx: typer.Context, param: typer.CallbackParam, value: T) -> T:  
 
 
 def compensation(
-    budget: float | None, k_chunk: int | None = None, prompt_budget: float | None = None
+    budget: str | float | None, k_chunk: int | None = None, prompt_budget: float | None = None
 ) -> Compensation | None:
-    """Compensation requested by the options `Budget` and `KChunk`; None: not specified. `EXACT` needs none.
+    """Compensation requested by the options `Budget`, or `BudgetOrExact`, and `KChunk`; None: not specified.
 
-    `PromptBudget` is separate: see `runtime.compensation.of_settings`.
+    `PromptBudget` is separate, see `runtime.compensation.of_settings`, but for exact answers, which have none.
 
     Raises:
         typer.BadParameter: both are given, or one beside `EXACT`.
     """
-    if budget == EXACT:
-        if k_chunk is not None or prompt_budget is not None:
-            raise typer.BadParameter(
-                _("exact answers need no compensation: leave out --prompt-budget and --k-chunk"),
-                param_hint="--budget",
-            )
-        return Compensation(k_chunk=0, prompt_budget_percent=0)
     if budget is None and k_chunk is None:
         return None
+    from app.settings import rule_of
+
+    wanted: Any = None if budget is None else rule_of("budget").parse(budget)
     try:
-        return Compensation(k_chunk=k_chunk, budget_percent=budget)
+        return Compensation.asked(k_chunk, wanted, prompt_budget if wanted == EXACT else None)
     except RequestError as error:
         raise typer.BadParameter(reported(str(error)), param_hint="--budget") from error
 
@@ -194,11 +174,11 @@ Budget = Annotated[
     ),
 ]
 BudgetOrExact = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--budget",
         metavar="PCT|exact",
-        parser=_budget_or_exact,
+        callback=set_within,
         help="Slowdown of decoding that compensation may cause, in percent; 0: no compensation. exact: answer token "
         "for token as the full-precision checkpoint that MODEL was made from, whose own weights verify what the "
         "low-bit ones draft. It has to be there, and in memory beside them; only on the processor.",

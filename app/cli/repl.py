@@ -34,6 +34,7 @@ from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
     from app.cli.talk import Talk
+    from runtime.compensation import Exact
 
 KEYS = (
     ('"""', _("begin and end a text of several lines")),
@@ -65,7 +66,7 @@ class Repl:
         output: Output,
         *,
         models: Callable[[], Sequence[str]] = tuple,
-        change: Callable[[str | None, float | None], None] | None = None,
+        change: Callable[[str | None, float | Exact | None], None] | None = None,
         read: Callable[[str], str] | None = None,
     ) -> None:
         self._talk, self._output = talk, output
@@ -142,7 +143,7 @@ class Repl:
     def _budget(self, percent: str) -> None:
         self._other(None, budget_of(percent))
 
-    def _other(self, name: str | None, budget: float | None) -> None:
+    def _other(self, name: str | None, budget: float | Exact | None) -> None:
         if self._change is None:
             raise CommandError(_("the model can't be changed here"))
         try:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,14 +16,14 @@ import typer
 
 from app.cli import options
 from app.cli.load import load_model, load_options, tune_pending_prompts
-from app.cli.model import exact_source, open_model
+from app.cli.model import open_model
 from app.cli.output import CliError, Output, in_one_line
 from app.cli.serve import result_of, running
 from app.cli.services import DEMO, services_of
 from app.conversation import Conversation
 from app.language import _
 from app.protocol import schema_format
-from runtime.compensation import Compensation
+from runtime.compensation import Compensation, Exact
 from runtime.wire.answers import CONTINUES
 
 if TYPE_CHECKING:
@@ -209,8 +210,7 @@ def run(
         backend=backend,
         layers_on_device=layers_on_device,
     )
-    source = exact_source(model, stored, services, output) if budget == options.EXACT else None
-    asked = options_of(stored, compensation=compensation, exact=source)
+    asked = options_of(stored, compensation=compensation)
     own: dict[str, Any] = {"seed": seed, "stop": tuple(stop or ()) or None, "response_format": response_format}
     if system is not None:
         own["system_prompt"] = system
@@ -251,10 +251,7 @@ def run(
             from app.cli.repl import Repl, line_history
 
             def opened(model: StoredModel, wanted: Compensation | None) -> LoadedModel:
-                if source and wanted is compensation and model is not stored:
-                    wanted = None
-                own = source if wanted is compensation else None
-                asked = options_of(model, compensation=wanted, exact=own)
+                asked = options_of(model, compensation=wanted)
                 return load_model(model, asked, services, output, budgets_asked=wanted is not None)
 
             changing = _Changing(talk, stored, compensation, opened, services, output)
@@ -293,13 +290,14 @@ class _Changing:
         """Names of the models that are stored, and of the bundled one."""
         return list(dict.fromkeys([DEMO, *(info.name for info in self._services.store().list())]))
 
-    def __call__(self, name: str | None, budget: float | None) -> None:
-        """Load a model by its name, or the present one with a budget in percent; None is the usual one."""
+    def __call__(self, name: str | None, budget: float | Exact | None) -> None:
+        """Load a model by its name, or the present one with a budget; None is the usual one."""
         model, wanted = self._model, self._wanted
         if name is None:
             wanted = options.compensation(budget) or Compensation()
         else:
             model = open_model(name, self._services, self._output)
+            wanted = wanted and replace(wanted, or_usual=True)  # what was asked for of one model
         result_of(self._talk.runtime.aclose())  # two may not fit
         try:
             loaded = self._opened(model, wanted)

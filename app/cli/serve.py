@@ -61,6 +61,7 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
                 "model": status.model,
                 "also_loaded": list(status.also_loaded),
                 "backend": status.backend,
+                "exact": status.exact,
                 "context": status.context,
                 "memory_bytes": status.memory_bytes,
                 "answering": status.running,
@@ -78,7 +79,8 @@ def ps(ctx: typer.Context, as_json: options.Json = False) -> None:
     state = _(status.state)
     state += f", {_('{count} answered', count=status.running)}" if status.running else ""
     state += f", {_('{count} waiting', count=status.waiting)}" if status.waiting else ""
-    models = ", ".join(filter(None, (status.model, *status.also_loaded)))
+    answers = f"{status.model} ({_('exact')})" if status.exact else status.model
+    models = ", ".join(filter(None, (answers, *status.also_loaded)))
     rows.append((str(record.pid), state, models or "-", status.backend or "-", memory, saved, when))
     output.table(rows)
 
@@ -218,13 +220,13 @@ def serve(
     experts_on_device: options.ExpertsOnDevice = None,
     layers_on_device: options.LayersOnDevice = None,
     k_chunk: options.KChunk = None,
-    budget: options.Budget = None,
+    budget: options.BudgetOrExact = None,
     prompt_budget: options.PromptBudget = None,
     speculation: options.Speculation = None,
     gamma: options.Gamma = None,
 ) -> None:
     """Serve the stored models to clients of OpenAI's, Anthropic's and Ollama's APIs, on this machine by default."""
-    asked = options.compensation(budget, k_chunk)
+    asked = options.compensation(budget, k_chunk, prompt_budget)
     options.check_speculation(speculation, gamma, kv)
     output, services = Output(), services_of(ctx)
 

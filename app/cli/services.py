@@ -41,12 +41,6 @@ class Services:
 
         return home()
 
-    def origins_file(self) -> Path:
-        """The cache file of `Origins`."""
-        from app.paths import cache_dir
-
-        return cache_dir() / "origins.json"
-
     def demo(self) -> StoredModel:
         from assets import demo_path
         from models.store import StoredModel

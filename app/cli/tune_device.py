@@ -166,11 +166,12 @@ def _check_usage(
 
 
 def _budget(asked: float | None) -> float:
-    """The budget to tune for: the requested one, else that of the settings unless it is 0."""
+    """The budget to tune for: the requested one, else that of the settings if it pays for compensation."""
     from app.settings import load
     from runtime.compensation import DEFAULT_BUDGET_PERCENT
 
-    return asked or load().budget or DEFAULT_BUDGET_PERCENT
+    own = load().budget
+    return asked or (own if isinstance(own, float) and own else DEFAULT_BUDGET_PERCENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

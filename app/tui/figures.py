@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from app.amounts import byte_count
 from app.conversation import DRAFTS, Statistics
 from app.language import _, localized, ngettext, number
-from runtime.compensation import Compensation
+from runtime.compensation import EXACT, Compensation, Exact
 
 SEPARATOR = " · "
 
@@ -76,16 +76,20 @@ def share_words(share: float) -> str:
     return _("about {part} of", part=min(names, key=lambda name: abs(names[name] - share)))
 
 
-def budget_text(budget_percent: float | None) -> str:
-    """The slowdown budget: `budget 2.5 %`, `budget off`, empty if there is none."""
-    if budget_percent is None:
+def budget_text(budget: float | Exact | None) -> str:
+    """The budget: `budget 2.5 %`, `budget off`, `exact`, empty if there is none."""
+    if budget is None:
         return ""
-    return _("budget {percent:g} %", percent=budget_percent) if budget_percent else _("budget off")
+    if budget == EXACT:
+        return _("exact")
+    return _("budget {percent:g} %", percent=budget) if budget else _("budget off")
 
 
 def tuning_title(compensation: Compensation) -> str:
     """The title of the job that applies a compensation to the running model."""
     budget = compensation.budget_percent
+    if compensation.exact:
+        return _("Loading the full-precision weights")
     if budget is None:
         return _("Applying k_chunk {k_chunk}", k_chunk=compensation.k_chunk)
     return _("Tuning for a budget of {budget:g} %", budget=budget) if budget else _("Switching compensation off")

@@ -13,6 +13,7 @@ from app.tui.jobs import Job
 if TYPE_CHECKING:
     from app.history.exchange import ImportedChat
     from app.history.store import Chat
+    from runtime.errors import Problem
     from runtime.wire.requests import QuantizeRequest
 
 
@@ -74,6 +75,14 @@ class MessageAct(Message):
 
     act: str
     message: str
+
+
+@dataclass
+class WithoutEffect(Message):
+    """The budget has no effect on the running model."""
+
+    problem: Problem
+    """Why."""
 
 
 @dataclass

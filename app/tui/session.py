@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from textual.message import Message as Event
@@ -23,7 +23,7 @@ from app.tui.background_history import BackgroundHistory
 from app.tui.connection import Connection
 from app.tui.figures import tuning_title
 from app.tui.jobs import STAGES, Job, Work
-from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged, ToolsChanged
+from app.tui.messages import ChatEnded, JobChanged, RuntimeLost, StatusChanged, ToolsChanged, WithoutEffect
 from app.tui.model_setup import ModelSetup, forget, title_of, unfinished
 from app.tui.open_chats import OpenChats
 from app.tui.runtime import ClientLike, SupervisorLike
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from app.history.exchange import ImportedChat
     from app.history.store import Chat
     from models.progress import Progress
-    from runtime.errors import Problem
     from runtime.wire.answers import Status
     from runtime.wire.requests import Inspection, QuantizeRequest
 
@@ -287,6 +286,8 @@ class Session:
         if not loaded and self.job is not None:
             connection.problem = connection.problem or self.job.error
         await self._ask_status()
+        if loaded and self.settings.compensation().exact:
+            await self._tell_without_effect()
         return loaded
 
     async def get(self, request: QuantizeRequest) -> ModelSetup | None:
@@ -337,28 +338,33 @@ class Session:
         wanted = self.settings.compensation()
         request = TuneRequest(
             k_chunk=wanted.k_chunk,
-            budget=wanted.budget_percent,
+            budget=wanted.budget,
             prompt_budget=wanted.prompt_budget_percent,
             force=force,
         )
         this = self._tuned_by = object()
+        reloads = self.status is not None and self.status.exact != wanted.exact
+        if reloads:
+            self._connection.settled.clear()
         try:
             done = await self._run(tuning_title(wanted), client.tune(request), message=waits)
         finally:
             if self._tuned_by is this:  # otherwise another tuning replaced this one
                 self._tuned_by = None
-        await self._ask_status()
+            await self._ask_status()
+            if reloads and not self.working:
+                self._connection.settled.set()
+        if done:
+            await self._tell_without_effect()
         return done
 
-    async def without_effect(self) -> Sequence[Problem]:
-        """Why the budget has no effect on the running model; empty if it has one or k_chunk overrides it."""
-        status = self.status
-        if status is None or self.settings.k_chunk is not None or status.budget_percent is not None:
-            return ()
-        try:
-            return (await self.client().device()).problems
-        except (ClientError, OSError):
-            return ()
+    async def _tell_without_effect(self) -> None:
+        """Report why the budget has no effect on the running model, unless it has one or k_chunk overrides it."""
+        status, wanted = self.status, self.settings.compensation().budget
+        if status is not None and wanted not in (None, status.budget):
+            with contextlib.suppress(ClientError, OSError):
+                for problem in (await self.client().device()).problems:
+                    self._post(WithoutEffect(problem))
 
     @property
     def tuning(self) -> bool:

@@ -23,6 +23,7 @@ from app.tui.messages import (
     RuntimeLost,
     SettingChanged,
     TuneAsked,
+    WithoutEffect,
 )
 from app.tui.model_setup import unfinished
 from app.tui.plain import PlainApp
@@ -142,12 +143,13 @@ class WorkApp(PlainApp, OrderedKeys):
 
     def _compensate(self, *, force: bool) -> None:
         """Apply budget or k_chunk; a newer request replaces one that is waiting or running."""
-        self.run_worker(self._tune(force=force), group="tune", exclusive=True, exit_on_error=False)
+        self.run_worker(self.session.tune(force=force), group="tune", exclusive=True, exit_on_error=False)
 
-    async def _tune(self, *, force: bool) -> None:
-        if await self.session.tune(force=force):
-            for problem in await self.session.without_effect():
-                self.notify(f"{reported(problem.what)}: {reported(problem.fix)}", severity="warning", timeout=15)
+    @on(WithoutEffect)
+    def tell_problem(self, event: WithoutEffect) -> None:
+        """Tell why a budget has no effect."""
+        what, fix = reported(event.problem.what), reported(event.problem.fix)
+        self.notify(f"{what}: {fix}", severity="warning", timeout=15)
 
     @on(RemoveAsked)
     async def remove_model(self, event: RemoveAsked) -> None:

@@ -18,6 +18,7 @@ from models.errors import CancelledError, CheckpointError, QuantizationError, St
 from models.hub.meter import bytes_text, free_text
 from models.mtp import mtp_recipe
 from models.oracle import Oracle
+from models.origins import Origins
 from models.progress import Cancelled, Progress, ProgressCallback
 from models.quantize import copies, fisher
 from models.quantize.allocation import allocate
@@ -117,7 +118,9 @@ class Pipeline:
                 remove_folder(work.folder)  # trying again would fail again
                 raise
             self._publish(name, work)
-        return self.store.info(name)
+        info = self.store.info(name)
+        Origins(self.store).remember(info, self.checkpoint.path)
+        return info
 
     def _check_free(self, name: str, *, force: bool) -> None:
         if name in self.store and not force:

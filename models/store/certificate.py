@@ -140,6 +140,14 @@ class Certificate:
         others = (own for own in self.ways if own.budget_percent is None or own.budget_percent != way.budget_percent)
         return replace(self, ways=(*others, way))
 
+    def lost(self, budget_percent: float | None) -> float | None:
+        """By how many percent perplexity grows within a budget, or with 0 without compensation; None: not measured."""
+        for way in self.ways:
+            found = 0.0 if way.k_chunk == 0 and way.budget_percent is None else way.budget_percent
+            if self.source_perplexity and found is not None and found == budget_percent:
+                return 100 * (way.perplexity / self.source_perplexity - 1)
+        return None
+
     @property
     def kv(self) -> str | None:
         """The kind of cache that is the default for the model: the first that is no harm; None: not checked."""

@@ -220,6 +220,7 @@ class Backend(Protocol[D]):
 
 ONLY_CPU = "exact answers are computed by the CPU backend only"
 """Why others refuse."""
+NO_EXPERTS = "experts are not multiplied in full precision, so this model cannot answer exactly"
 AnyBackend = Backend[Any]
 """A backend whose decoder type is hidden: decoders are only passed back to the backend that made them."""
 

@@ -48,7 +48,7 @@ class Catalogue:
     """
 
     def __init__(self, store: Store, bundled: Mapping[str, Path], chats: Path | None = None) -> None:
-        self._store = store
+        self.store = store
         self._bundled = bundled
         self._chats = chats
 
@@ -56,14 +56,14 @@ class Catalogue:
         """All usable models, by name, bundled ones first."""
         bundled = [entry for name in sorted(self._bundled) if (entry := self.find(name)) is not None]
         taken = {entry.name for entry in bundled}
-        return bundled + [model_entry(info) for info in self._store.list() if info.name not in taken]
+        return bundled + [model_entry(info) for info in self.store.list() if info.name not in taken]
 
     def info(self, name: str) -> StoredModelInfo | None:
         """A model by name; None if there is none, or if it is too damaged to be listed."""
         try:
             if name in self._bundled:
                 return StoredModelInfo.read(self._bundled[name], name)
-            return self._store.info(name)
+            return self.store.info(name)
         except StoreError:
             return None
 
@@ -81,7 +81,7 @@ class Catalogue:
         """
         if name in self._bundled:
             return StoredModel.open_folder(self._bundled[name], name)
-        return self._store.open(name)
+        return self.store.open(name)
 
     def chat_template(self, name: str) -> str:
         """A model's chat template; empty if there is none, or it can't be read."""
@@ -97,8 +97,8 @@ class Catalogue:
         """
         if name in self._bundled:
             raise RequestError(f"{name} is part of the program and cannot be removed")
-        with nullcontext() if self._chats is None else forgetting(self._chats, self._store.root):
-            self._store.remove(name)
+        with nullcontext() if self._chats is None else forgetting(self._chats, self.store.root):
+            self.store.remove(name)
 
 
 def model_entry(info: StoredModelInfo, *, bundled: bool = False) -> ModelEntry:

@@ -26,7 +26,7 @@ from runtime.engine.saved import About, SavedCaches, forget, holding
 from runtime.errors import Cancelled, OutOfMemoryError, Problem
 from runtime.load.catalogue import Catalogue
 from runtime.load.memory import PARALLEL, cache_facts, describe, experts_within, layers_within
-from runtime.load.plan import LoadOptions, LoadPlan, plan_load
+from runtime.load.plan import LoadOptions, LoadPlan, plan_load, source_of
 from runtime.system.heap import trim
 from runtime.system.power import on_battery
 from runtime.wire.answers import CacheFacts, Holding
@@ -75,6 +75,8 @@ class LoadedModel:
     """Bytes of weights read per token."""
     kv_bytes: int
     """Bytes of the KV cache."""
+    exact: bool = False
+    """Whether the source's own weights answer."""
     held_bytes: int = 0
     """Bytes of weights and cache, wherever they are."""
     card_bytes: int = 0
@@ -173,6 +175,7 @@ def load(
             context=plan.options.context,
             weight_bytes=engine.decoder.weight_bytes,
             kv_bytes=engine.decoder.kv_bytes,
+            exact=plan.options.exact is not None,
             held_bytes=memory.held_bytes,
             card_bytes=memory.weight_bytes + memory.kv_bytes if engine.decoder.backend in ON_CARD else 0,
             sampling=model.sampling,
@@ -183,7 +186,7 @@ def load(
             blocks=memory.blocks_of(model.spec) if engine.decoder.options.layers_on_device else None,
             plan=plan,
         )
-        return apply_budgets(
+        loaded = apply_budgets(
             loaded,
             model,
             asked.compensation,
@@ -193,6 +196,7 @@ def load(
             progress=progress,
             cancelled=cancelled,
         )
+        return loaded if plan.inexact is None else replace(loaded, problems=(plan.inexact, *loaded.problems))
     except BaseException:
         engine.close()
         raise
@@ -320,7 +324,8 @@ class Loader:
             raise Cancelled("the load was stopped")
         progress(Progress(phase="open", done=0, total=None, unit="", message=f"opening {request.model}"))
         model = self._catalogue.open(request.model)
-        plan = plan_load(model, self._options(request, model), measurements=self._profiles)
+        asked = self._options(request, model)
+        plan = plan_load(model, asked, measurements=self._profiles, store=self._catalogue.store)
         if beside and plan.is_cut:
             raise OutOfMemoryError(f"{request.model} would get less than its usual memory: {describe(plan.memory)}")
         message = f"loading {request.model}: {describe(plan.memory)}"
@@ -364,10 +369,18 @@ class Loader:
                 engine.decoder.cache,
                 model.spec,
                 model=content_id(model),
-                recipe=model.recipe.to_json(),
+                recipe=model.recipe.to_json() | ({"exact": True} if engine.decoder.options.exact else {}),
                 prompts=engine.decoder.options.prompt_k_chunk,
             )
             engine.save_to(SavedCaches(self._chats, about, model=model.path))
+
+    def check_source(self, name: str) -> None:
+        """Check that a model can answer exactly, as far as that is known without loading it.
+
+        Raises:
+            ModelError, RuntimeFailure: it can't.
+        """
+        source_of(self._catalogue.open(name), self._catalogue.store)
 
     def forget(self, chat: str | None) -> Holding:
         """Delete the saved caches of a conversation, or of all. Returns the deleted files.

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from models.errors import ModelError, check_needed
 from models.packed import SourceWeights, Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import Recipe
-from models.store import StoredModel
+from models.store import Store, StoredModel
 from models.store.certificate import Certificate
-from runtime.backends import AUTO, AnyBackend, ModelSizes, Presence, backend, backends
+from runtime.backends import AUTO, NO_EXPERTS, AnyBackend, ModelSizes, Presence, backend, backends
 from runtime.backends.decoder import Decoder, DecoderOptions, KVKind, Selector
 from runtime.compensation import CHUNK, Compensation, check_blocks
 from runtime.drafting import Drafts
 from runtime.engine.engine import Engine
-from runtime.errors import BackendError, OutOfMemoryError, RequestError
+from runtime.errors import BackendError, OutOfMemoryError, Problem, RequestError, RuntimeFailure
 from runtime.kv.kinds import cache_for
 from runtime.load.expected import why_faster
 from runtime.load.memory import CONVERSATIONS, DEFAULT_CONTEXT, MemoryPlan, plan
@@ -193,7 +194,7 @@ class LoadOptions:
     """How to load a model; None leaves a choice to the program."""
 
     compensation: Compensation = field(default_factory=Compensation)
-    """A fixed k_chunk, or slowdown budgets."""
+    """A fixed k_chunk, slowdown budgets, or exact answers."""
     speculation: Drafts = None
     """None: as measured to be best; False: no drafts."""
     kv: KVKind | None = None
@@ -209,8 +210,6 @@ class LoadOptions:
     num_parallel: int | None = None
     """Most requests answered at the same time, beside which further chats stay cached; None: one, and no other chat."""
     select: Selector = "approx"
-    exact: SourceWeights | None = None
-    """See `DecoderOptions.exact`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +227,8 @@ class LoadPlan:
     """Options of the decoder; without compensation if a budget is applied later."""
     passed_over: str | None = None
     """Why a better backend that can run here is not used; None: none was passed over."""
+    inexact: Problem | None = None
+    """Why answers are not exact, as they were wanted to be if possible."""
 
     @property
     def is_cut(self) -> bool:
@@ -255,7 +256,12 @@ class LoadPlan:
 
 
 def plan_load(
-    model: StoredModel, asked: LoadOptions, *, memory: MemoryInfo | None = None, measurements: Path | None = None
+    model: StoredModel,
+    asked: LoadOptions,
+    *,
+    memory: MemoryInfo | None = None,
+    measurements: Path | None = None,
+    store: Store | None = None,
 ) -> LoadPlan:
     """Choose a backend that the model fits: a model too large for the GPU, or whose layers it lacks, may fit the CPU.
 
@@ -264,15 +270,57 @@ def plan_load(
         asked: How to load it.
         memory: Free main memory; None: looked up.
         measurements: Folder where the memory's measured bandwidth is stored; None: where needed, it is measured again.
+        store: Knows the sources of models, for exact answers.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run here.
         OutOfMemoryError: not enough memory.
         RequestError: as `runtime.load.memory.plan`, or a k_chunk names blocks that the model lacks.
+        ModelError: answers are to be exact, and the source is not at hand, or computes something else beside its
+            matrices.
     """
+    if not asked.compensation.exact:
+        return _planned(model, asked, None, memory, measurements)
+    try:
+        return _planned(model, asked, source_of(model, store), memory, measurements)
+    except (ModelError, RuntimeFailure) as error:
+        if not asked.compensation.or_usual:
+            raise
+        what = f"{model.name} does not answer exactly, as the settings want, but with the default budget: {error}"
+    fix = "do what it says, or choose another budget (F3, `lowbit-chat config set budget`)"
+    usual = replace(asked, compensation=Compensation())
+    problem = Problem(what=what, fix=fix, failure=True)
+    return replace(_planned(model, usual, None, memory, measurements), inexact=problem)
+
+
+def source_of(model: StoredModel, store: Store | None) -> SourceWeights:
+    """The source's own weights.
+
+    Raises:
+        ModelError: as `plan_load`, or the program is installed without what opens a checkpoint.
+        RequestError: they can't be multiplied with.
+    """
+    check_needed("answering in full precision")
+    if model.spec.mixture is not None:
+        raise RequestError(NO_EXPERTS)
+    from models.exact import ExactSource
+    from models.origins import Origins
+
+    assert store is not None, "who asks for exact answers knows where models are stored"
+    return ExactSource(Origins(store).source(model.info), model)
+
+
+def _planned(
+    model: StoredModel,
+    asked: LoadOptions,
+    source: SourceWeights | None,
+    memory: MemoryInfo | None,
+    measurements: Path | None,
+) -> LoadPlan:
+    """`plan_load`, once the source's own weights are at hand, where they are to answer."""
     spec, summary, compensation = model.spec, model.info.summary, asked.compensation
     check_blocks(compensation.by_type, spec.num_layers)
-    exact = asked.exact is not None
+    exact = source is not None
     kv = cache_for(
         asked.kv or (EXACT_KV if exact else None), drafts=bool(asked.speculation), checked=Certificate.of(model.path).kv
     )
@@ -324,7 +372,7 @@ def plan_load(
             experts_on_device=planned.experts_on_device if planned.experts else None,
             layers_on_device=planned.layers_on_device,
             select=asked.select,
-            exact=asked.exact,
+            exact=source,
             max_rows=rows,
             mtp=footprint.mtp is not None,
         )

@@ -72,16 +72,14 @@ class ManagementInterface:
 
     async def load(self, request: Request) -> Response:
         wanted = await self._read(request, LoadRequest)
+        _check(wanted)
         if await asyncio.to_thread(self.service.catalogue.find, wanted.model) is None:
             raise unknown_model(wanted.model)
         return await self._stream(self._done(self.service.load(wanted)))
 
     async def tune(self, request: Request) -> Response:
         wanted = await self._read(request, TuneRequest)
-        try:
-            _ = wanted.compensation
-        except RequestError as error:
-            raise refused("k_chunk", str(error)) from error
+        _check(wanted)
         return await self._stream(self._done(self.service.tune(wanted)))
 
     async def device(self, _request: Request) -> Response:
@@ -175,6 +173,14 @@ class ManagementInterface:
 
     def _entry(self, entry: ModelEntry) -> ModelEntry:
         return replace(entry, loaded=self.service.holds(entry.name))
+
+
+def _check(wanted: LoadRequest | TuneRequest) -> None:
+    """Raise ApiError if what is asked for of the compensation excludes each other."""
+    try:
+        _ = wanted.compensation
+    except RequestError as error:
+        raise refused("k_chunk", str(error)) from error
 
 
 async def _reported(work: AsyncGenerator[Progress, None] | AsyncGenerator[Progress | Inspection, None]) -> Events:

@@ -135,6 +135,7 @@ class Service:
             kv=loaded.kv,
             k_chunk=dict(loaded.k_chunk),
             budget_percent=tuning.budget_percent if tuning else None,
+            exact=loaded.exact,
             slowdown_percent=tuning.measured_slowdown_percent if tuning else None,
             prompt_k_chunk=prompts.k_chunk if prompts else 0,
             prompt_slowdown_percent=prompts.measured_slowdown_percent if prompts else None,
@@ -187,6 +188,7 @@ class Service:
             prompts=loaded.prompts,
             experts=loaded.experts(),
             blocks=loaded.blocks,
+            lost_percent=loaded.certificate.lost(loaded.tuning.budget_percent) if loaded.tuning else None,
             cache=words if loaded.kv == loaded.certificate.kv else f"{loaded.kv} · {words}",
             problems=(*report.problems, *loaded.problems),
         )
@@ -582,7 +584,7 @@ class Service:
             self._answered, self._refines = False, True
             self._set("ready", target=found[0], loaded=found[1])
         elif target is not None:
-            self._set("empty", target=replace(target, model=name, context=None))
+            self._set("empty", target=replace(target, model=name, context=None, or_usual=True))
 
     def _ensure(self, name: str, cancelled: Callable[[], bool], keep: Keep = KEPT) -> LoadedModel:
         """The model of that name, loaded if it is not there, or again if its context is too small.
@@ -604,11 +606,7 @@ class Service:
             loaded = self._load(target, ignore_progress, cancelled)
         if loaded.context >= keep.context:
             return loaded
-        try:
-            return self._load(replace(target, context=keep.context), ignore_progress, cancelled)
-        except BaseException:
-            self._set("empty", target=target)
-            raise
+        return self._reload(replace(target, context=keep.context), target, ignore_progress, cancelled)
 
     def _is_in_use(self, name: str, keep: Keep | None = None) -> bool:
         """Whether a model answers, so that what needs it for itself, or with more context than it has, must wait.
@@ -643,12 +641,14 @@ class Service:
         wanted = replace(
             target,
             k_chunk=compensation.k_chunk,
-            budget=compensation.budget_percent,
+            budget=compensation.budget,
             prompt_budget=compensation.prompt_budget_percent,
         )
-        if loaded is None:
-            loaded = self._load(wanted, stream.put, stream.cancelled)
-            if not request.force:
+        if loaded is None or loaded.exact != compensation.exact:
+            if compensation.exact:
+                self._loader.check_source(target.model)  # while the model is still there
+            loaded = self._reload(wanted, target, stream.put, stream.cancelled)
+            if not request.force or compensation.exact:
                 return
         self._tuning = True
         try:
@@ -657,6 +657,24 @@ class Service:
             self._tuning = False
         with self._lock:
             self._loaded, self._target = tuned, wanted
+
+    def _reload(
+        self,
+        wanted: LoadRequest,
+        before: LoadRequest,
+        progress: ProgressCallback,
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        """Load a model in another way. If that fails, the next request loads it as before.
+
+        Raises:
+            ApiError, RuntimeFailure, ModelError: as `_load`.
+        """
+        try:
+            return self._load(wanted, progress, cancelled)
+        except BaseException:
+            self._set("empty", target=before)
+            raise
 
     def _refine(self) -> None:
         """Improve the tuning of the loaded model step by step, once it has answered something. Never raises."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.recipe import DEFAULT_METHOD
+from runtime.compensation import EXACT, Exact
 from runtime.kv.kinds import DEFAULT_KV
 from runtime.wire.codec import Count, Number
 
@@ -64,6 +65,8 @@ class Status:
     """Compensated channels per 1024, by layer type."""
     budget_percent: float | None = None
     """Slowdown budget; None with a fixed k_chunk."""
+    exact: bool = False
+    """Whether the source's own weights answer."""
     slowdown_percent: float | None = None
     """Measured slowdown of decoding; None if not measured."""
     prompt_k_chunk: int | None = None
@@ -96,6 +99,11 @@ class Status:
     version: str = ""
     error: ErrorRecord | None = None
     """The error of the last load."""
+
+    @property
+    def budget(self) -> float | Exact | None:
+        """The budget as a setting has it; None with a fixed k_chunk, or where no budget has an effect."""
+        return EXACT if self.exact else self.budget_percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,7 @@ def _words(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(_words, arguments)))
     if origin is Literal:
-        return f"one of {', '.join(arguments)}"
+        return str(OneOf(arguments)) if len(arguments) > 1 else str(arguments[0])
     if origin in (Sequence, tuple):
         return "a list"
     return _WORDS.get(kind, "an object")

@@ -106,6 +106,8 @@ class DeviceReport:
     """Where the loaded model's experts are; None if all are on the card, or there is none, or no card."""
     blocks: BlockPlacement | None = None
     """Where the loaded model's blocks are, if the card shares them with the processor."""
+    lost_percent: float | None = None
+    """By how many percent the loaded model's perplexity is above its source's within the budget; None: not measured."""
     cache: str = ""
     """The loaded model's kind of cache, and what is known of it; empty if there is none."""
     problems: Sequence[Problem] = ()

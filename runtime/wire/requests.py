@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from models.recipe import DEFAULT_GROUP_SIZE, LARGEST_BITS, SMALLEST_BITS, AskedMethod
 from models.spec import LAYER_KINDS
-from runtime.compensation import CHUNK, LARGEST_BUDGET_PERCENT, Compensation, in_block, is_layer, of_settings
+from runtime.compensation import (
+    CHUNK,
+    EXACT,
+    LARGEST_BUDGET_PERCENT,
+    Compensation,
+    Exact,
+    in_block,
+    is_layer,
+    of_settings,
+)
 from runtime.drafting import LARGEST_GAMMA, Speculate
 from runtime.kv.kinds import KVKind
 from runtime.wire.codec import OneOf, Within
@@ -107,8 +116,12 @@ class LoadRequest:
     k_chunk: Chunk | Mapping[Layer, Chunk] | None = None
     """Compensated channels per 1024: one number, or one by layer type, and for types in single blocks; None: decided by
     the budget."""
-    budget: Budget | None = None
-    """Slowdown budget of decoding in percent; 0 is no compensation. Ignored if there is a k_chunk."""
+    budget: Budget | Exact | None = None
+    """Slowdown budget of decoding in percent; 0 is no compensation. Ignored if there is a k_chunk, but for `exact`: the
+    source's own weights answer, and nothing is compensated."""
+    or_usual: bool = False
+    """Whether the default budget does where answers can't be exact, and `DeviceReport.problems` says why; else that is
+    an error."""
     prompt_budget: Budget | None = None
     """Slowdown budget of prompts in percent; 0 is no compensation."""
     speculate: bool | None = None
@@ -135,7 +148,9 @@ class LoadRequest:
 
     @property
     def compensation(self) -> Compensation | None:
-        """The requested compensation; None: the runtime's default."""
+        """The requested compensation; None: the runtime's default. Raises `RequestError` if `exact` is not alone."""
+        if self.budget == EXACT:
+            return Compensation.asked(self.k_chunk, EXACT, self.prompt_budget, or_usual=self.or_usual)
         if self.k_chunk is None and self.budget is None and self.prompt_budget is None:
             return None
         return of_settings(self.k_chunk, self.budget, prompt_budget=self.prompt_budget)
@@ -145,8 +160,9 @@ class LoadRequest:
 class TuneRequest:
     """`POST /runtime/tune`: change the compensation of the loaded model."""
 
-    budget: Budget | None = None
-    """Slowdown budget of decoding in percent; None is the default, 0 no compensation."""
+    budget: Budget | Exact | None = None
+    """Slowdown budget of decoding in percent; None is the default, 0 no compensation. To or from `exact`, the model is
+    loaded again."""
     k_chunk: Chunk | Mapping[Layer, Chunk] | None = None
     """Compensated channels per 1024, instead of a budget."""
     prompt_budget: Budget | None = None
@@ -157,7 +173,7 @@ class TuneRequest:
     @property
     def compensation(self) -> Compensation:
         """The requested compensation; raises `RequestError` if both kinds are given."""
-        return Compensation(k_chunk=self.k_chunk, budget_percent=self.budget, prompt_budget_percent=self.prompt_budget)
+        return Compensation.asked(self.k_chunk, self.budget, self.prompt_budget)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

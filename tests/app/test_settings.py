@@ -63,8 +63,8 @@ def test_an_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
         ("top_k = 1.5", "a whole number from 0, or auto"),
         ("top_k = true", "a whole number from 0, or auto"),
         ("k_chunk = 1025", "a whole number from 0 to 1024, or auto"),
-        ("budget = 101", "a number from 0 to 100, or auto"),
-        ("budget = -1", "a number from 0 to 100, or auto"),
+        ("budget = 101", "a number from 0 to 100, or exact, or auto"),
+        ('budget = "best"', "a number from 0 to 100, or exact, or auto"),
         ("context = inf", "a whole number from 1, or auto"),
         ("system_prompt = 3", "text"),
         ("model = []", "text, or auto"),
@@ -210,3 +210,13 @@ def test_what_a_load_is_asked_for_beats_the_compensation_of_the_settings() -> No
     assert settings.compensation() == Compensation(k_chunk=7, prompt_budget_percent=9)
     asked = settings.compensation(Compensation(budget_percent=3), 4)
     assert asked == Compensation(budget_percent=3, prompt_budget_percent=4)
+
+
+def test_exact_answers_are_the_last_budget_and_wanted_where_they_are_possible() -> None:
+    settings.save({"budget": "exact", "prompt_budget": 9})
+    found = settings.load()
+    exact = Compensation(exact=True, or_usual=True)
+    assert found.compensation() == found.compensation(None, 0.0) == exact, "which have no prompts to compensate"
+    assert found.load_request("m").compensation == exact
+    assert found.changed({"k_chunk": 3}).compensation() == Compensation(k_chunk=3, prompt_budget_percent=9)
+    assert found.compensation(Compensation(budget_percent=3)).budget == 3

@@ -70,6 +70,8 @@ def test_whether_anything_is_compensated(given: dict[str, Any], possible: bool) 
         ({"budget_percent": -0.5}, "0 to 100 percent, not -0.5"),
         ({"budget_percent": 100.5}, "0 to 100 percent, not 100.5"),
         ({"budget_percent": math.nan}, "not nan"),
+        ({"exact": True, "k_chunk": 0}, "are not compensated"),
+        ({"exact": True, "budget_percent": 5}, "are not compensated"),
         ({"k_chunk": 1025}, "k_chunk is 1025"),
         ({"k_chunk": {"o": -1}}, "k_chunk is -1"),
         ({"k_chunk": {"dwon": 7}}, "dwon"),
@@ -103,6 +105,11 @@ def test_what_a_request_asks_for() -> None:
     assert LoadRequest(model="m", budget=0).compensation == Compensation(budget_percent=0)
     assert LoadRequest(model="m", k_chunk=0).compensation == Compensation(k_chunk=0)
     assert LoadRequest(model="m", k_chunk={"o": 2}, budget=9).compensation == Compensation(k_chunk={"o": 2})
+    assert LoadRequest(model="m", budget="exact").compensation == TuneRequest(budget="exact").compensation
+    assert LoadRequest(model="m", budget="exact", or_usual=True).compensation == of_settings(None, "exact")
+    assert not of_settings(None, "exact", prompt_budget=7).possible
+    with pytest.raises(RequestError, match="are not compensated"):
+        _ = LoadRequest(model="m", budget="exact", k_chunk=0).compensation
     assert TuneRequest().compensation == Compensation()
     assert TuneRequest(k_chunk=0).compensation == Compensation(k_chunk=0)
     with pytest.raises(RequestError, match="exclude each other"):

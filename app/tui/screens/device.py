@@ -94,7 +94,7 @@ class DeviceScreen(Screen[None]):
         self.query_one(ProgressPanel).show(session.job)
         self._show_live()
         status = session.status
-        runs = status and (status.model, status.budget_percent, status.k_chunk)
+        runs = status and (status.model, status.budget, status.k_chunk)
         seen = (session.ready, runs, session.working, session.generating, session.problem)
         if seen != self._seen:
             self._seen = seen
@@ -156,6 +156,10 @@ class DeviceScreen(Screen[None]):
                 "{k_chunk} is set manually (F3), so the budget has no effect.",
                 k_chunk=k_chunk_text(status.k_chunk) or "k_chunk 0",
             )
+        if status.exact:
+            return _(
+                "Answers are exact (F3): those of the full-precision weights, so there is no compensation to tune."
+            )
         if status.budget_percent == 0:
             return _("The budget is off (F3), so there is no compensation to tune.")
         if session.tuning:
@@ -181,6 +185,8 @@ class DeviceScreen(Screen[None]):
                 _("k_chunk is set manually and overrides the budget; set it to auto in F3 to undo that."),
                 severity="warning",
             )
+        elif session.status is not None and session.status.exact:
+            self.notify(_("Answers are exact, so there is nothing to tune; F3 sets a budget."), severity="warning")
         elif session.settings.budget == 0:
             self.notify(_("The budget is off; F3 sets one."), severity="warning")
         else:

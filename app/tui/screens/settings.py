@@ -133,7 +133,7 @@ class SettingsScreen(Screen[None]):
             return
         self._show_effect()
         status = session.status
-        seen = (session.ready, status and status.model, status and status.budget_percent, session.working)
+        seen = (session.ready, status and status.model, status and status.budget, session.working)
         if seen != self._seen:
             self._seen = seen
             self.run_worker(self._ask_device(), group="device", exclusive=True, exit_on_error=False)
@@ -196,9 +196,11 @@ class SettingsScreen(Screen[None]):
         )
         settings, caches = session.settings, self._caches
         found = self._report.tuning if self._report is not None and session.ready else None
-        wanted = settings.compensation().budget_percent
-        applied = not session.tuning and session.status is not None and session.status.budget_percent == wanted
-        self.query_one(BudgetRow).show_effect(lines, () if found is None else found.bought, wanted, applied=applied)
+        wanted = settings.compensation()
+        applied = not session.tuning and session.status is not None and session.status.budget == wanted.budget
+        bought = () if found is None else found.bought
+        row = self.query_one(BudgetRow)
+        row.show_effect(lines, bought, wanted.budget_percent, applied=applied, exact=wanted.exact)
         self.query_one(OfferRow).show(None if found is None else found.offer, settings)
         words = cache_effect(caches, settings.kv, settings.context, session.status)
         about = self.query_one("#cache-effect", Plain)

@@ -92,7 +92,7 @@ def settings_parts(session: Session) -> list[str]:
     status = session.status
     if status is None or session.working or not session.ready or status.model is None:
         return []
-    parts = [budget_text(status.budget_percent) or k_chunk_text(status.k_chunk)]
+    parts = [budget_text(status.budget) or k_chunk_text(status.k_chunk)]
     if status.kv and status.kv != DEFAULT_KV:
         parts.append(f"KV {status.kv}")
     return [part for part in parts if part]

@@ -17,7 +17,7 @@ from app.settings import DEFAULT_IDLE_MINUTES, RULES, UNSET, Settings, SettingsE
 from app.tui.figures import SEPARATOR, compensated, percent, rate, setting_name, share_words, token_count
 from app.tui.plain import Plain
 from app.tui.widgets.quality_chart import QualityChart
-from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT
+from runtime.compensation import DEFAULT_BUDGET_PERCENT, DEFAULT_PROMPT_BUDGET_PERCENT, EXACT
 from runtime.kv.kinds import CHAT_KINDS, DEFAULT_KV, SPECULATIVE_KV
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ CHOICES = (0.0, 2.5, 5.0, 10.0, 20.0)
 MIN_SHOWN = 0.05
 """Slowdowns below this percentage are shown as none."""
 CUSTOM = len(CHOICES)
-"""Index of the button for a custom number."""
+"""Index of the button for a custom number; that of exact answers is behind it."""
 
 
 class BudgetRow(SettingRow):
@@ -175,8 +175,9 @@ class BudgetRow(SettingRow):
     def compose(self) -> ComposeResult:
         """Buttons, the field for a custom number, the problem, the effect."""
         value = self._value if isinstance(self._value, float) else DEFAULT_BUDGET_PERCENT
-        at = CHOICES.index(value) if value in CHOICES else CUSTOM
-        labels = [*(localized(f"{choice:g} %") if choice else _("off") for choice in CHOICES), _("custom")]
+        at = CUSTOM + 1 if self._value == EXACT else CHOICES.index(value) if value in CHOICES else CUSTOM
+        numbers = [localized(f"{choice:g} %") if choice else _("off") for choice in CHOICES]
+        labels = [*numbers, _("custom"), _("exact")]
         with Vertical(classes="budget-body"):
             with Horizontal(classes="setting-line"):
                 yield Plain(_("budget"), classes="setting-name")
@@ -213,6 +214,8 @@ class BudgetRow(SettingRow):
     def typed(self) -> str:
         """The chosen percentage; `auto` while the user has chosen nothing."""
         at = self.query_one(RadioSet).pressed_index
+        if at > CUSTOM:
+            return EXACT
         if at == CUSTOM:
             return self.query_one(Input).value.strip().removesuffix("%").rstrip()
         return UNSET if self._value is None and CHOICES[at] == DEFAULT_BUDGET_PERCENT else str(CHOICES[at])
@@ -224,6 +227,7 @@ class BudgetRow(SettingRow):
         budget: float | None = None,
         *,
         applied: bool = True,
+        exact: bool = False,
     ) -> None:
         """Show the budget's effect.
 
@@ -232,9 +236,12 @@ class BudgetRow(SettingRow):
             points: the effect of other slowdowns, as for `QualityChart`.
             budget: the chosen budget in percent; None if a fixed k_chunk overrides it.
             applied: whether the lines are about this budget, so that the chart need not tell what it would do.
+            exact: whether answers are to be exact, so that there is nothing to draw.
         """
         self.query_one("#budget-effect", Plain).update("\n".join(lines))
-        self.query_one(QualityChart).show(points, budget, applied=applied)
+        chart = self.query_one(QualityChart)
+        chart.show(points, budget, applied=applied)
+        chart.visible = not exact
 
 
 def effect(
@@ -258,24 +265,22 @@ def effect(
         return [_("Its effect is shown here once a model is loaded.")]
     lines = []
     wanted = settings.compensation()
-    if wanted.budget_percent is None:
+    if wanted.budget is None:
         lines.append(_("k_chunk {k_chunk}, set below, overrides the budget.", k_chunk=wanted.k_chunk))
     elif tuning:
         lines.append(_("A new budget is being applied; until then:"))
-    elif status.budget_percent is not None and status.budget_percent != wanted.budget_percent:
-        lines.append(
-            _(
-                "Not applied yet: still {percent:g} %. F4, then R, tries again.",
-                percent=status.budget_percent,
-            )
-        )
+    elif status.budget not in (None, wanted.budget):
+        still = _("exact") if status.exact else localized(f"{status.budget:g} %")
+        lines.append(_("Not applied yet: still {budget}. F4, then R, tries again.", budget=still))
     lines.append(_quality(status, report))
+    if report is not None and report.lost_percent is not None:
+        lines.append(_("perplexity {percent} above full precision's", percent=percent(report.lost_percent)))
     if cost := _cost(status, report):
         lines.append(cost)
     lines.append(
         _("{speed} in the last answer", speed=rate(speed)) if speed is not None else _("tok/s: after the next answer")
     )
-    if report is not None and wanted.budget_percent is not None and status.budget_percent is None:
+    if report is not None and wanted.budget not in (None, status.budget) and (status.budget is None or wanted.exact):
         lines += [
             f"{reported(problem.what)} → {reported(problem.fix)}" for problem in report.problems
         ]  # why the budget has no effect
@@ -284,6 +289,8 @@ def effect(
 
 def _quality(status: Status, report: DeviceReport | None) -> str:
     """The effect of compensation on quality, in words."""
+    if status.exact:
+        return _("as full precision, token for token")
     if not compensated(status.k_chunk):
         return _("no compensation: plain low-bit model")
     found = report.tuning if report is not None else None
@@ -296,6 +303,8 @@ def _quality(status: Status, report: DeviceReport | None) -> str:
 
 
 def _cost(status: Status, report: DeviceReport | None) -> str:
+    if status.exact:
+        return _("the checkpoint's weights are in memory, too")
     if not compensated(status.k_chunk):
         return ""
     if status.slowdown_percent is None:

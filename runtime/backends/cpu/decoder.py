@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.packed import Weights
+from runtime.backends import NO_EXPERTS
 from runtime.backends.cpu.cache import CpuCache
 from runtime.backends.cpu.constants import Constants
 from runtime.backends.cpu.data.records import CONTROL_WORDS, FAILED, RUN_ROWS, padded, parameters_of
@@ -76,7 +77,7 @@ class CpuDecoder:
         if options.context < 1 or options.slots < 1 or options.max_rows < 1:
             raise RequestError("context, slots and max_rows must be at least 1")
         if options.exact is not None and model.spec.mixture is not None:
-            raise RequestError("experts are not multiplied in full precision, so this model cannot answer exactly")
+            raise RequestError(NO_EXPERTS)
         options = replace(options, sensitive_layers=sensitive(options.sensitive_layers, model.spec))
         threads = options.threads or default_threads()
         self.cache = CpuCache(model.spec, options, threads)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from models.origins import Origins
 from tests.app.cli.conftest import write_checkpoint
 from tests.models.gguf.making import random_model, write_gguf
 
@@ -50,9 +51,9 @@ def test_another_folder_of_that_name_is_another_model(
     for _ in range(2):
         answer("run", first, *SHORT)
     if memory == "lost":
-        services.origins_file().unlink()
+        Origins(services.store()).file.unlink()
     if memory == "damaged":
-        services.origins_file().write_text("[" * 100_000)
+        Origins(services.store()).file.write_text("[" * 100_000)
     assert "mine-trellis-4bit" in error("run", second, *SHORT)
     answer("quantize", second, "--name", "second")
     assert answer("run", second, *SHORT)["model"] == "second"
@@ -91,6 +92,7 @@ def test_a_gguf_file_of_4_bits_is_run_as_it_is(answer: Answer, run: Run, tmp_pat
     assert "with its own 4-bit weights" in first.stderr
     assert "residuals" in first.stderr
     assert answer("run", file, *SHORT)["model"] == "tiny.Q4_1-kept"
+    assert answer("run", "tiny.Q4_1-kept", *SHORT, "--budget", "exact")["kv"] == "fp16", "kept, and as exact numbers"
     found = answer("show", "tiny.Q4_1-kept")
     assert (found["method"], found["residual_bits"], found["head_bits"]) == ("kept", 0, 4)
     assert ([way["kv"] for way in found["certificate"]["caches"]], found["cache"]) == (["int4"], "int4")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from app.cli.model import exact_source
-from app.cli.output import CliError, Output
 from app.conversation import Message
 from app.history import store
 from app.paths import history_file
@@ -52,13 +50,28 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer) -> No
 
 
 def test_exact_answers_need_the_source(
-    answer: Answer, error: Error, run: Run, stored: str, checkpoint: Path, packed: Path, services: Any, tmp_path: Path
+    answer: Answer,
+    error: Error,
+    run: Run,
+    stored: str,
+    checkpoint: Path,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     how = ("hi", "--max-tokens", 20, "--budget", "exact", "--temperature", 0, "--speculate", "--gamma", 2)
-    assert "full-precision checkpoint that it was made from" in error("run", stored, "hi", "--budget", "exact")
+    assert "is not where it was" in error("run", stored, "hi", "--budget", "exact")
+    with monkeypatch.context() as settings:
+        settings.setenv("LOWBIT_CHAT_BUDGET", "exact")
+        settings.setattr("runtime.compensation.DEFAULT_BUDGET_PERCENT", 0.0)
+        usual = run("run", stored, "hi", "--max-tokens", 2, "--json")
+        assert json.loads(usual.stdout)["kv"] == "int4"
+        told = [line for line in usual.stderr.splitlines() if "does not answer exactly" in line]
+        assert ["is not where it was" in line for line in told] == [True]
     found = answer("run", checkpoint, *how)
     assert (found["kv"], found["speculation"]["source"], found["speculation"]["gamma"]) == ("fp16", "model", 2)
     assert not any(found["k_chunk"].values())
+    assert answer("run", stored, *how)["text"] == found["text"], "its checkpoint was named once"
     answer("quantize", checkpoint, "--bits", 3, "--name", "mine")
     assert answer("run", "mine", *how)["text"] == found["text"]
     assert "leave out" in run("run", checkpoint, "hi", "--budget", "exact", "--k-chunk", 5, code=2).stderr
@@ -66,8 +79,6 @@ def test_exact_answers_need_the_source(
     model, other = StoredModel.open_folder(packed), write_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="norms, biases or embeddings"):
         ExactSource(other, model)
-    with pytest.raises(CliError, match="checksums differ"):
-        exact_source(str(other), model, services, Output())
 
 
 def test_a_base_model_says_so(run: Run) -> None:
@@ -377,9 +388,8 @@ def test_documents_are_sent_or_searched(run: Run, answer: Answer, tmp_path: Path
 def test_a_conversation_changes_its_model_and_budget(
     run: Run, services: Any, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(
-        ["hello", f"/model {stored}", "again", "/model nope", "/budget 1000", "/budget off", "/show", "/model"]
-    )
+    budgets = ("/budget 1000", "/budget exact", "/budget off")
+    lines = iter(["hello", f"/model {stored}", "again", "/model nope", *budgets, "/show", "/model"])
     monkeypatch.setattr("app.cli.repl.Repl._typed_line", lambda _repl, _prompt: next(lines, "/bye"))
     monkeypatch.setattr("app.cli.run._on_terminal", lambda: True)
     loads: list[Any] = []
@@ -396,9 +406,10 @@ def test_a_conversation_changes_its_model_and_budget(
     closed: list[int] = []
     services.load = load
     result = run("run", "demo", "--max-tokens", 3)
-    assert loads == [("demo", 0), (stored, 0), (stored, 0)]
+    assert loads == [("demo", 0), (stored, 0), (stored, 0), (stored, 0)], "again where it can't be exact"
     assert "there is no stored model 'nope'" in result.stderr
     assert "budget can't be '1000'; it must be a number from 0 to 100" in result.stderr
+    assert "is not where it was" in result.stderr, "its checkpoint"
     assert f"{stored} answers from here on" in result.stderr
     assert f"* {stored}" in result.stdout
     assert f"model               {stored}" in result.stdout

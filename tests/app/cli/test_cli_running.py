@@ -25,13 +25,15 @@ class Client:
 
     home = Path()
     model = "small"
+    exact = False
     asked: list[str] = []  # noqa: RUF012  the program makes a client for each question
 
     def __init__(self, base_url: str, token: str) -> None:
         assert (base_url, token) == ("http://127.0.0.1:4321", "secret")
 
     async def status(self) -> Status:
-        return Status(state="ready", model=self.model, backend="cpu", context=512, memory_bytes=812_000_000, pid=1)
+        held = {"memory_bytes": 812_000_000, "exact": self.exact, "context": 512}
+        return Status(state="ready", model=self.model, backend="cpu", pid=1, **held)
 
     async def caches(self) -> Caches:
         return Caches(files=2, bytes=34_000_000, kinds={})
@@ -72,7 +74,7 @@ def up(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
     write_lock(lock_path(isolated_home), record)
     monkeypatch.setattr("app.client.RuntimeClient", Client)
     monkeypatch.setattr("runtime.server.lock.is_alive", lambda _record: lock_path(isolated_home).exists())
-    Client.asked, Client.model, Client.home = [], "small", isolated_home
+    Client.asked, Client.model, Client.exact, Client.home = [], "small", False, isolated_home
     return Client
 
 
@@ -81,14 +83,16 @@ def test_ps(answer: Answer, run: Run, up: type[Client]) -> None:
     assert found.pop("since").startswith("20")
     assert found == {
         "running": True, "pid": os.getpid(), "version": program_version(), "state": "ready", "model": "small",
-        "also_loaded": [], "backend": "cpu", "context": 512, "memory_bytes": 812_000_000, "answering": 0, "waiting": 0,
-            "saved_chats": 2,
-        "saved_bytes": 34_000_000,
+        "also_loaded": [], "backend": "cpu", "exact": False, "context": 512, "memory_bytes": 812_000_000,
+        "answering": 0, "waiting": 0, "saved_chats": 2, "saved_bytes": 34_000_000,
     }  # fmt: skip
     header, line = run("ps").stdout.splitlines()
     assert header.split()[:3] == ["PID", "STATE", "MODEL"]
     assert "812 MB" in line
     assert "2 (34 MB)" in line
+    up.exact = True
+    assert answer("ps")["exact"]
+    assert "small (exact)" in run("ps").stdout
 
 
 def test_a_prompt_is_answered_by_the_runtime_that_has_loaded_the_model(

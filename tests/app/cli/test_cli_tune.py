@@ -14,6 +14,7 @@ import pytest
 
 from app.cli import run as running
 from app.cli import start
+from models.store.certificate import Certificate
 from runtime.backends.cpu.backend import CpuBackend
 from runtime.budget import clocks as clocking
 from runtime.budget import spending, tuning
@@ -77,13 +78,19 @@ def test_the_json_object_has_exactly_the_documented_fields(answer: Answer, clock
     assert found["certificate"] is None, "its text was not measured when it was made"
 
 
-def test_a_budget_is_added_to_the_certificate(answer: Answer, run: Run, clock: Clock, checkpoint: Path) -> None:
+def test_a_budget_is_added_to_the_certificate(
+    answer: Answer, run: Run, clock: Clock, checkpoint: Path, services: Any
+) -> None:
     run("quantize", checkpoint, "--bits", 3, "--name", "three")
     before = answer("show", "three")["certificate"]["ways"]
     bought = [answer("tune-device", "three", "--budget", budget)["certificate"] for budget in (8, 100, 8)]
     assert bought[1]["kl"] < bought[0]["kl"]
     assert bought[0]["k_chunk"] == answer("tune-device", "three", "--budget", 8)["k_chunk"]
     assert answer("show", "three")["certificate"]["ways"] == [*before, bought[1], bought[0]]
+    certificate = Certificate.of(services.store().path("three"))
+    grown = 100 * (bought[1]["perplexity"] / certificate.source_perplexity - 1)
+    assert (certificate.lost(100), certificate.lost(5)) == (pytest.approx(grown), None)
+    assert certificate.lost(0) > certificate.lost(100)
     assert "within 100 %: KL" in run("show", "three").stdout
     assert answer("verify", "three")["ok"]
 
@@ -350,3 +357,9 @@ def test_serve_passes_the_budget_on(run: Run, services: Any, monkeypatch: pytest
     assert usual == LoadOptions(compensation=Compensation(budget_percent=2.5))
     assert (first.model, first.compensation) == ("demo", None), "that of the service applies"
     assert other == LoadOptions(compensation=Compensation(k_chunk=4), kv="int8", context=512)
+    served.clear()
+    run("serve", "--budget", "exact")
+    monkeypatch.setenv("LOWBIT_CHAT_BUDGET", "exact")
+    run("serve")
+    exact = [one.compensation for one in served if isinstance(one, LoadOptions)]
+    assert exact == [Compensation(exact=True), Compensation(exact=True, or_usual=True)]

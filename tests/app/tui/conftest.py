@@ -28,6 +28,7 @@ from app.settings import Settings
 from app.tui.app import ChatApp
 from models.catalogue import CATALOGUE
 from models.progress import Progress
+from runtime.compensation import EXACT
 from runtime.errors import Problem
 from runtime.wire.answers import CacheFacts, Caches, Holding, ModelEntry, Status, Timings
 from runtime.wire.device import DeviceReport, Offer, Prospect, Tuning
@@ -165,6 +166,8 @@ class Runtime:
     tuning: Tuning | None = None
     untunable: Problem | None = None
     """Why budgets have no effect."""
+    inexact: Problem | None = None
+    """Why answers can't be exact."""
     problems: list[Problem] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Answers and tunings wait for each other."""
@@ -270,7 +273,19 @@ class Client:
         runtime = self.runtime
         k_chunk = request.k_chunk
         assert not isinstance(k_chunk, Mapping)
-        budget = 5.0 if request.budget is None else request.budget
+        exact = request.budget == EXACT
+        if exact and runtime.inexact is not None:
+            if isinstance(request, TuneRequest):
+                raise ClientError(runtime.inexact.what)
+            assert request.or_usual
+            runtime.problems, exact = [runtime.inexact], False
+        runtime.status = replace(runtime.status, exact=exact)
+        if exact:
+            runtime.tuning, none = None, dict.fromkeys(CHUNKS, 0)
+            runtime.status = replace(runtime.status, k_chunk=none, slowdown_percent=None, budget_percent=None)
+            return
+        budget = 5.0 if request.budget in (None, EXACT) else request.budget
+        assert isinstance(budget, float | int)
         if runtime.untunable is not None and k_chunk is None:
             runtime.problems = [runtime.untunable]
             runtime.status = replace(runtime.status, k_chunk=dict.fromkeys(CHUNKS, 0))
@@ -291,8 +306,10 @@ class Client:
         self._check()
         runtime = self.runtime
         runtime.calls.append(("tune", request))
+        reloads = (request.budget == EXACT) != runtime.status.exact
         try:
             async with runtime.turn:
+                runtime.status = replace(runtime.status, state="loading" if reloads else runtime.status.state)
                 for step in range(4):
                     yield Progress(
                         phase="tune", done=step, total=4, unit="layer types", message=f"timing {[*CHUNKS][step]}"
@@ -300,7 +317,9 @@ class Client:
                     await asyncio.sleep(runtime.tune_delay_s)
         except (asyncio.CancelledError, GeneratorExit):
             runtime.cancelled.append("tune")
+            runtime.status = DEAD if reloads else runtime.status
             raise
+        runtime.status = replace(runtime.status, state="ready")
         if runtime.tune_error:
             raise ClientError(runtime.tune_error)
         self._compensate(request)

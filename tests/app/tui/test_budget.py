@@ -16,7 +16,8 @@ from app.tui.messages import QuantizeAsked
 from app.tui.screens.settings import SettingsScreen
 from app.tui.widgets.quality_chart import QualityChart, axis
 from app.tui.widgets.setting_row import changes, effect
-from runtime.wire.device import Offer
+from runtime.errors import Problem
+from runtime.wire.device import DeviceReport, Offer
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.grid import grid
 
@@ -72,6 +73,55 @@ async def test_off_compensates_nothing_and_says_so(stage: Stage, runtime: Any) -
         await s.pilot.press("escape")
         await s.say("hi")
         await s.hides("slowdown")
+
+
+async def test_the_last_stop_is_exact(stage: Stage, runtime: Any) -> None:
+    async with stage(runtime, size=(120, 40)) as s:
+        screen = await open_settings(s)
+        runtime.tune_delay_s = 600
+        await choose(s, "left", "left", "left")
+        await s.shows("Loading the full-precision weights")
+        await leave(s)
+        await s.ask("hi")
+        await s.settled()
+        assert runtime.named("chat") == [], "it waits for the model"
+        await s.pilot.press("ctrl+t")
+        await s.answered()
+        assert s.last.state == "done", "the prompt loaded it"
+        runtime.tune_delay_s = 0
+        await open_settings(s)
+        await s.shows("as full precision, token for token", "demo · 4-bit · exact")
+        await s.hides("A chart appears")
+        assert settings.load().budget == "exact"
+        assert runtime.named("tune") == [TuneRequest(budget="exact")]
+        await s.pilot.press("f4")
+        await s.shows("Answers are exact (F3)")
+        await s.pilot.press("r")
+        await s.until(lambda: any("nothing to tune" in note.message for note in s.app._notifications))
+        await leave(s)
+        await leave(s)
+        for budget in ("10", "exact"):
+            s.composer.load_text(f"/budget {budget}")
+            await s.pilot.press("enter")
+            await s.until(lambda budget=budget: str(runtime.status.budget).removesuffix(".0") == budget)
+    async with stage(runtime, budget="exact") as s:
+        assert runtime.named("load")[-1] == LoadRequest(model="demo", budget="exact", or_usual=True, num_parallel=2)
+        screen = await open_settings(s)
+        assert screen.query_one(RadioSet).pressed_index == 6
+
+
+async def test_a_model_that_cannot_be_exact_answers_with_the_usual_budget(stage: Stage, runtime: Any) -> None:
+    why = "demo does not answer exactly, as the settings want"
+    runtime.inexact = Problem(what=why, fix="choose another budget")
+    async with stage(runtime, size=(120, 40), budget="exact") as s:
+        await s.until(lambda: any(note.message == f"{why}: choose another budget" for note in s.app._notifications))
+        await s.shows("budget 5 %")
+        await s.say("hi")
+        assert s.last.state == "done"
+        await open_settings(s)
+        await s.shows("Not applied yet: still 5 %", "settings want → choose another budget")
+        await s.pilot.press("f4", "r")
+        await s.shows(f"failed: {why}")
 
 
 async def test_a_custom_budget_is_checked(stage: Stage, runtime: Any) -> None:
@@ -240,6 +290,9 @@ def test_the_effect_in_words(runtime: Any) -> None:
         "slowdown not measured",
         "tok/s: after the next answer",
     ]
+    measured = DeviceReport(machine={}, lost_percent=3.94)
+    lines = effect(Settings(), status, measured, speed=None, tuning=False)
+    assert lines[1] == "perplexity 3.9 % above full precision's"
     assert effect(Settings(), None, None, speed=None, tuning=False) == [
         "Its effect is shown here once a model is loaded."
     ]
@@ -265,7 +318,7 @@ async def test_nothing_jumps_while_a_budget_is_chosen(stage: Stage, runtime: Any
             return [screen.query_one(f"#setting-{key}").region.y for key in ("prompt_budget", "kv", "context")]
 
         before = places()
-        for _ in range(3):
+        for _ in range(4):  # 2.5 %, off, exact, custom
             await choose(s, "left")
             await s.settled()
             assert places() == before

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,17 @@ from assets import calibration_file, demo_checkpoint_path, demo_path, evaluation
 from models import fetch
 from models.catalogue import KNOWN
 from models.checkpoint import Checkpoint
-from models.errors import CheckpointError, QuantizationError, StoreError
+from models.errors import CheckpointError, ModelError, QuantizationError, StoreError
 from models.oracle import Oracle
 from models.progress import Progress, ProgressCallback, ignore_progress, never_cancelled
+from models.quantize import quantize
+from models.recipe import Recipe
 from models.spec import MixtureSpec
 from models.store import Store, StoredModel, layout
 from models.store.certificate import Certificate, Way
 from models.store.manifest import content_of
 from runtime.backends import backend
+from runtime.backends.cpu.backend import CpuBackend
 from runtime.backends.decoder import Decoder, DecoderOptions, Step
 from runtime.backends.reference.decoder import ReferenceDecoder
 from runtime.budget import tuning
@@ -37,7 +41,7 @@ from runtime.budget.profile_key import profile_key
 from runtime.compensation import DEFAULT_BUDGET_PERCENT, Compensation
 from runtime.drafting import Speculate
 from runtime.engine.engine import Engine
-from runtime.errors import Cancelled, RequestError
+from runtime.errors import Cancelled, RequestError, RuntimeFailure
 from runtime.kv.kinds import DEFAULT_KV, KINDS, KVKind
 from runtime.load import loading
 from runtime.load.catalogue import Bundle, Catalogue, ModelBuilder
@@ -57,6 +61,7 @@ from runtime.wire.codec import from_json
 from runtime.wire.device import PromptTuning
 from runtime.wire.requests import LoadRequest, QuantizeRequest, TuneRequest
 from tests.grid import grid
+from tests.models.conftest import TEXT, write_checkpoint
 from tests.models.gguf.making import random_model, write_gguf
 from tuner.offers import DecodingMode, Offers
 from tuner.placement import ExpertPlacement
@@ -244,8 +249,8 @@ def test_experts_on_the_device_are_those_of_the_request_and_else_of_the_defaults
     mixture = MixtureSpec(experts=8, chosen=2, width=8, normalized=True, shared=1)
     planned: list[int | None] = []
 
-    def plan(_: Any, wanted: LoadOptions, *, measurements: Path) -> None:
-        assert measurements == tmp_path / "profiles"
+    def plan(_: Any, wanted: LoadOptions, *, measurements: Path, store: Store) -> None:
+        assert (measurements, store.root) == (tmp_path / "profiles", tmp_path / "models")
         planned.append(wanted.experts_on_device)
         raise Cancelled("enough")
 
@@ -493,6 +498,89 @@ async def test_the_bundled_model_answers_over_http(tmp_path: Path) -> None:
         assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in tokens)  # greedy
     finally:
         assert service.close()
+
+
+async def _done(work: AsyncGenerator[Progress, None]) -> None:
+    async with aclosing(work) as reports:
+        async for _ in reports:
+            pass
+
+
+async def test_exact_answers_over_http_are_the_checkpoints(tmp_path: Path) -> None:
+    """Greedy tokens as of the oracle, alone and two at a time. A budget, and exact answers again, load it again."""
+    checkpoint = write_checkpoint(tmp_path / "source", dtype=torch.float16, max_position_embeddings=256, seed=9)
+    store = Store(tmp_path / "models")
+    quantize(checkpoint, store, Recipe(bits=3, group_size=32), name="small", calibration=TEXT)
+    oracle, tokenizer = Oracle(Checkpoint.open(checkpoint)), Tokenizer(checkpoint)
+    expected = {}
+    for prompt in ("The quick brown fox", "five dozen liquor jugs!"):  # no two tokens are nearly as likely
+        tokens = [*tokenizer.encode(prompt)]
+        for _ in range(24):
+            tokens.append(int(oracle.logits(torch.tensor([tokens]))[0, -1].argmax()))
+        expected[prompt] = tokenizer.decode(tokens[-24:])
+    service = open_service(tmp_path, BUNDLE)
+    transport = httpx.ASGITransport(create_app(service, Security()))
+
+    async def answers(*, together: bool) -> list[str]:
+        async def answer(prompt: str) -> str:
+            asked = {"model": "small", "prompt": prompt, "temperature": 0, "max_tokens": 24}
+            text: str = (await client.post("/v1/completions", json=asked)).json()["choices"][0]["text"]
+            return text
+
+        asked = [answer(prompt) for prompt in expected]
+        return await asyncio.gather(*asked) if together else [await each for each in asked]
+
+    try:
+        await _done(service.load(LoadRequest(model="small", budget="exact")))
+        status = service.status()
+        assert (status.exact, status.budget, status.kv, status.backend) == (True, "exact", "fp16", "cpu")
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert await answers(together=False) == await answers(together=True) == [*expected.values()]
+            await _done(service.tune(TuneRequest(budget=0)))
+            assert (service.status().exact, service.status().budget, service.status().kv) == (False, 0, "int4")
+            assert set(await answers(together=True)).isdisjoint(expected.values())
+            await _done(service.tune(TuneRequest(budget="exact")))
+            assert await answers(together=True) == [*expected.values()]
+            await _done(service.tune(TuneRequest(budget=0)))
+            shutil.rmtree(checkpoint)
+            with pytest.raises(ApiError, match="not where it was"):
+                await _done(service.tune(TuneRequest(budget="exact")))
+            assert service.status().budget == 0, "it stays as it was"
+    finally:
+        assert service.close()
+
+
+@pytest.mark.parametrize("why", ["no source", "another backend", "no memory"])
+def test_answers_that_cannot_be_exact_are_refused_or_the_usual_ones(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    request = LoadRequest(model="org/copy" if why == "no source" else "demo", budget="exact", context=256)
+    if why == "another backend":
+        request = replace(request, backend="reference")
+    if why == "no memory":
+        footprint = CpuBackend.footprint
+
+        def huge(self: Any, spec: Any, sizes: Any, **more: Any) -> Any:
+            found = footprint(self, spec, sizes, **more)
+            return replace(found, weight_bytes=1 << 50) if sizes.exact else found
+
+        monkeypatch.setattr(CpuBackend, "footprint", huge)
+    with pytest.raises((ModelError, RuntimeFailure), match=r"not where it was|CPU backend only|memory") as refused:
+        loads(request)
+    monkeypatch.setattr("runtime.compensation.DEFAULT_BUDGET_PERCENT", 0.0)
+    _, loaded = loads(replace(request, or_usual=True))
+    assert not loaded.exact
+    assert str(refused.value) in loaded.problems[0].what
+
+
+def test_chats_of_exact_answers_are_saved_apart(loads: Loads, tmp_path: Path) -> None:
+    """Their keys and values are others, even over the same kind of cache."""
+    abouts = []
+    for budget in ("exact", 0.0):
+        request = LoadRequest(model="demo", budget=budget, kv="fp16", context=256)
+        _, loaded = loads(request, chats=tmp_path / "chats")
+        abouts.append(loaded.engine._conversations.saved._about)
+    assert abouts[0].differences(abouts[1]) == ["another recipe"]
 
 
 async def test_prompts_are_scored_as_eval_does(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_auto_passes_over_a_backend_that_does_not_run_the_architecture(monkeypat
     assert planned.backend.name == planned.backend_name == "cpu"
     with pytest.raises(BackendError, match="no kernels for such experts: use the CPU backend"):
         plan_load(model, LoadOptions(compensation=Compensation(k_chunk=0), backend="triton"))
+    with pytest.raises(RequestError, match="experts are not multiplied in full precision"):
+        plan_load(model, LoadOptions(compensation=Compensation(exact=True)))
 
 
 @pytest.mark.parametrize(("name", "least"), [("cpu", 1000), ("reference", 4 * 64 * 2 * 64)])

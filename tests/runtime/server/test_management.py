@@ -103,6 +103,8 @@ async def test_a_load_that_fails_says_so_at_its_end(manager: httpx.AsyncClient) 
         ("load", {"model": "small", "context": 0}, 400, "context"),
         ("load", {"model": "small", "budget": 101}, 400, "budget"),
         ("load", {"model": "small", "budget": -1}, 400, "budget"),
+        ("load", {"model": "small", "budget": "best"}, 400, "budget"),
+        ("load", {"model": "small", "budget": "exact", "k_chunk": 5}, 400, "k_chunk"),
         ("tune", {"budget": 101}, 400, "budget"),
         ("tune", {"budget": "5"}, 400, "budget"),
         ("tune", {"budget": 5, "k_chunk": 5}, 400, "k_chunk"),

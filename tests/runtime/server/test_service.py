@@ -126,8 +126,9 @@ async def test_a_request_loads_the_model_it_names(service: Service, house: FakeH
         ({"kv": "int8", "k_chunk": 8, "context": 64}, None, {"kv": "int8", "k_chunk": 8}),
         ({"k_chunk": 8}, {"budget": 20.0}, {"budget": 20.0}),
         ({"k_chunk": 8}, {}, {"budget": DEFAULT_BUDGET_PERCENT}),
+        ({"budget": "exact"}, None, {"budget": "exact"}),
     ],
-    ids=["options", "a budget", "the default budget"],
+    ids=["options", "a budget", "the default budget", "exact answers"],
 )
 async def test_a_model_loaded_by_a_request_keeps_what_was_asked_of_the_last(
     service: Service, house: FakeHouse, loaded: dict[str, Any], tuned: dict[str, Any] | None, kept: dict[str, Any]
@@ -136,7 +137,7 @@ async def test_a_model_loaded_by_a_request_keeps_what_was_asked_of_the_last(
     if tuned is not None:
         await tune(service, **tuned)
     await answer(service, "echo x", "org/other")
-    assert house.loads[-1] == LoadRequest(model="org/other", **kept)
+    assert house.loads[-1] == LoadRequest(model="org/other", or_usual=True, **kept), "exact where it is possible"
 
 
 async def test_requests_queue_in_one_thread(service: Service, house: FakeHouse) -> None:
