@@ -139,14 +139,14 @@ class DeviceScreen(Screen[None]):
         )
         tuning = report.tuning if report.tuning is not None and report.tuning.budget_percent else None
         self.query_one("#device-tuning", Plain).update(
-            Text(self._untuned()) if tuning is None else listed(tuning_lines(tuning, report.prompts))
+            Text(self._untuned(report)) if tuning is None else listed(tuning_lines(tuning, report.prompts))
         )
         self.query_one("#device-layers", Plain).update(Text() if tuning is None else tabled(layer_rows(tuning)))
         if tuning != self._drawn:
             await self._draw_curves(tuning)
             self._drawn = tuning
 
-    def _untuned(self) -> str:
+    def _untuned(self, report: DeviceReport) -> str:
         session = self._session
         status = session.status
         if status is None or not session.ready:
@@ -164,6 +164,8 @@ class DeviceScreen(Screen[None]):
             return _("The budget is off (F3), so there is no compensation to tune.")
         if session.tuning:
             return _("Measuring …")
+        if report.problems:
+            return _("Not tuned, for the reason above.")
         if compensated(status.k_chunk):
             return _("Not tuned: the model runs with the program's own k_chunk. R tunes it.")
         return _("Not tuned: the model runs without compensation. R tunes it.")

@@ -98,7 +98,7 @@ async def test_a_model_that_cannot_be_tuned(stage: Stage, runtime: Any) -> None:
     runtime.untunable = Problem(what="demo was stored without residuals", fix="quantize it again")
     async with stage(runtime, size=(100, 30)) as s:
         await open_device(s)
-        await s.shows("the model runs without compensation", "! demo was stored without residuals")
+        await s.shows("Not tuned, for the reason above.", "! demo was stored without residuals")
         await s.pilot.press("f3")
         await s.shows("demo was stored without residuals → quantize it again")
         await s.pilot.press("right", "enter")
