@@ -83,7 +83,7 @@ _MIXTURES = {
 }
 _PEER = "--peer-python {peer}"
 _CACHES = {"perplexity": 14, "steps": 6, "checks": 2, "size": 1, "memory": 5}
-_SPECULATION = {"acceptance": 3, "memory": 4, "costs": 5, "speed": 3, "copied": 4, "heads": 2}
+_SPECULATION = {"acceptance": 6, "memory": 4, "costs": 5, "speed": 3, "copied": 4, "heads": 2}
 JOBS = (
     Job("start", 5, "start"),
     Job("tuned", 12, "tuned --smollm2 {smollm2} --models smollm2"),

@@ -38,7 +38,7 @@ from runtime.measure.speed import fill
 from runtime.text.sampling import SamplingOptions
 from runtime.text.tokenizer import Tokenizer
 from tests.lab.caches import peak
-from tests.lab.models import Foreseeing, RandomModel, llama, llama_1b, opened
+from tests.lab.models import DATA, Foreseeing, RandomModel, llama, llama_1b, opened
 from tests.lab.store import about_run, columns, parser, read, write
 
 TARGETS = {"residual": 1024, "compensated": 64, "base": 0}
@@ -50,8 +50,8 @@ QUESTIONS = (
     "Write a short story about a lighthouse keeper.",
     "What is photosynthesis, and why does it matter?",
 )
-LONG_PROMPT, ANSWER = 1000, 128
-"""Tokens of the long prompt, and of an answer."""
+TEXTS, ANSWER = {"1k text": 1000, "4k text": 4000, "8k text": 8000}, 128
+"""Long prompts and their tokens, and those of an answer."""
 CONTEXTS, SHAPE_CONTEXTS = (1024, 8000), (1024, 8192, 32768)
 MEMORY_WAYS: tuple[tuple[KVKind, int, bool], ...] = (
     *(("fp16", 0, False), ("int4", 0, False), ("hierarchical", 0, True)),
@@ -95,10 +95,11 @@ Rows = Iterator[dict[str, Any]]
 
 
 def prompts_of(model: StoredModel) -> dict[str, list[list[int]]]:
-    """Questions as a chat asks them, and a long text."""
+    """Questions as a chat asks them, and long texts."""
     tokenizer = Tokenizer(model.tokenizer_path)
     chats = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    return {"chat": chats, "1k text": [tokenizer.encode(evaluation_text())[:LONG_PROMPT]]}
+    text = tokenizer.encode((DATA / "text" / "wikitext2-test.txt").read_text(encoding="utf-8")[:60000])
+    return {"chat": chats, **{name: [text[:count]] for name, count in TEXTS.items()}}
 
 
 def decoder_of(model: Weights, context: int, kv: KVKind = "hierarchical") -> Decoder:
@@ -125,8 +126,10 @@ def _rates(total: Sequence[float]) -> dict[str, float]:
 
 def acceptance(name: str, model: StoredModel) -> Rows:
     """What is accepted, by target, gamma, temperature and prompt (QuantSpec, Table 6)."""
-    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
+    decoder, prompts = decoder_of(model, max(TEXTS.values()) + ANSWER), prompts_of(model)
     for where, target, gamma, temperature in itertools.product(prompts, TARGETS, GAMMAS, TEMPERATURES):
+        if TEXTS.get(where, 0) > 1000 and (gamma, temperature) != (3, 0.0):
+            continue  # minutes each
         decoder.set_k_chunk(TARGETS[target])
         about = {"target": target, "gamma": gamma, "temperature": temperature}
         total = _accepted(decoder, prompts[where], gamma, temperature)
@@ -136,7 +139,7 @@ def acceptance(name: str, model: StoredModel) -> Rows:
 
 def sensitive(name: str, model: StoredModel) -> Rows:
     """What is accepted where drafts read some layers' cache as the target does (QuantSpec, Algorithm 1: L_S)."""
-    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)
+    decoder, prompts = decoder_of(model, TEXTS["1k text"] + ANSWER), prompts_of(model)
     moved = sensitivities(decoder, Tokenizer(model.tokenizer_path).encode(evaluation_text()))
     order = sorted(range(len(moved)), key=lambda layer: -moved[layer])
     for target, count in itertools.product(("residual", "base"), (0, 1, 2, 4, 8, len(moved))):
@@ -216,7 +219,7 @@ def costs(name: str, model: Weights, contexts: Sequence[int], targets: Sequence[
 
 def speed(name: str, model: StoredModel, rounds: int) -> Rows:
     """Tokens a second with adapted speculation and without, in turns, of the same prompts."""
-    decoder, prompts = decoder_of(model, LONG_PROMPT + ANSWER), prompts_of(model)["chat"]
+    decoder, prompts = decoder_of(model, TEXTS["1k text"] + ANSWER), prompts_of(model)["chat"]
     for target, temperature in itertools.product(TARGETS, (0.0, 0.7)):
         decoder.set_k_chunk(TARGETS[target])
         position = max(map(len, prompts)) + ANSWER // 2  # where steps are used: in the middle of an answer
