@@ -132,8 +132,6 @@ class TritonBackend:
 
 
 def _check(spec: ModelSpec) -> None:
-    if spec.latent is not None:
-        raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
     if spec.altup is not None:
         raise BackendError(f"there are no GPU kernels for the streams (AltUp) of {spec.family} models")
     beside = "attention and MLP" if spec.parallel else "attention and a state" if "both" in spec.mixers else ""

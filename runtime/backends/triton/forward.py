@@ -96,6 +96,8 @@ class Pass(Interpreter[Value]):
         Norms of what routers read are left to these.
         """
         (source,) = node.inputs
+        if source.kind == "linear":
+            return self._latent(node)
         if source.kind == "tokens":
             return self._input(self.of(node).tensor, self.of(node).left)
         if node.norm.endswith("router_norm"):
@@ -103,6 +105,14 @@ class Pass(Interpreter[Value]):
             return self.of(node)
         gathered = source.kind == "rows"
         return self._read(source.inputs[0] if gathered else source, node.norm, gathered=gathered)
+
+    def _latent(self, node: Node) -> Value:
+        """The latent that queries are made of, the first channels of a projection, through its norm."""
+        y, width = self.of(node), self._spec.read_width(node.norm)
+        out, left = self._buffers.input(self._M, width), self._buffers.left(self._M, width)
+        norms = RowNorms(self._model.norms[node.norm], self._spec.eps_of(node.norm))
+        add_norm(y.tensor[:, :width], None if y.dec is None else y.dec[:, :width], None, norms, out, left=left)
+        return Value(out, left=left)
 
     def leave(self, node: Node) -> Value:
         """First adds the outputs that wait to the residual stream."""
@@ -176,20 +186,19 @@ class Pass(Interpreter[Value]):
 
     def attend(self, node: Node) -> Value:
         model, spec, buffers, M, layer = self._model, self._spec, self._buffers, self._M, node.layer
-        qkv, owner, window, width = (
-            self.of(node),
-            spec.cache_of(layer),
-            spec.windows[layer],
-            spec.heads_of(layer).q_width,
-        )
-        pages, queries, out = model.cache.layers[owner], buffers.queries(M, width), buffers.input(M, width)
+        qkv, owner, window, own = self.of(node), spec.cache_of(layer), spec.windows[layer], spec.heads_of(layer)
+        dim, pages, queries = spec.attended_dim(layer), model.cache.layers[owner], buffers.queries(M, own.q_width)
+        out, left = buffers.input(M, own.heads * dim), buffers.left_by_heads(M, own.heads * dim, dim)
         q_norm, k_norm = (model.norms.get(f"layers.{layer}.{part}_norm") for part in "qk")
         form = TurnedNorms if spec.qk_norm_form == "after_rope" else HeadNorms
-        value_eps = spec.eps_of(f"layers.{layer}.v_norm") if spec.v_norm else None
-        norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"), value_eps)
-        heads(qkv.tensor, qkv.dec, norms, model.ropes[layer], model.bases[owner], self._rows, pages, queries)
+        value_eps = spec.eps_of(f"layers.{layer}.v_norm") if spec.v_norm or spec.latent else None
+        rank = spec.latent.rank if spec.latent else None
+        norms = form(q_norm, k_norm, spec.eps_of(f"layers.{layer}.q_norm"), value_eps, rank)
+        y, rope, basis = self.of(node, len(node.inputs) - 1), model.ropes[layer], model.bases[owner]
+        heads(y.tensor, y.dec, norms, rope, basis, self._rows, pages, queries)
+        if y is not qkv:
+            heads(*_last(qkv, 2 * own.kv_width), norms, rope, basis, self._rows, pages, queries[:, :0])
         context, draft = model.options.context, self._draft and layer not in self._sensitive
-        left = buffers.left_by_heads(M, width, pages.head_dim)
         attend(
             queries,
             pages,
@@ -202,7 +211,7 @@ class Pass(Interpreter[Value]):
             draft=draft,
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
-            gates=_gates(qkv, spec.attention_widths(layer)[-1]) if spec.gated else None,
+            gates=_last(qkv, spec.attention_widths(layer)[-1]) if spec.gated else None,
         )
         return self._input(out, left)
 
@@ -280,6 +289,6 @@ class Pass(Interpreter[Value]):
         return positions if self._M == 1 else positions[self._buffers.logit_rows[: self._R].long()]
 
 
-def _gates(x: Value, width: int) -> Projected:
-    """The gates of attention's outputs, the last `width` channels of its projection."""
+def _last(x: Value, width: int) -> Projected:
+    """The last channels of attention's projection."""
     return Projected(x.tensor[:, -width:], None if x.dec is None else x.dec[:, -width:])

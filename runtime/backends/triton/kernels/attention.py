@@ -68,7 +68,8 @@ WIDE_TILE_ROWS = 32
 WIDEST = 256
 """Channels beyond which a program has twice the warps, and blocks of `WIDEST_BLOCK` positions: more do not fit in the
 99 KiB of shared memory that an RTX has. Numbers of two planes then leave registers for `DOT_ROWS` rows alone, and
-GEAR's corrections for one row of the step."""
+GEAR's corrections for one row of the step; so do further channels of keys shared memory. A program has no more query
+heads than `DOT_ROWS`."""
 WIDEST_BLOCK = 16
 
 REGISTERS = {10: 255, 12: 255}
@@ -89,13 +90,17 @@ class LaunchConfig:
     """A way to launch attention."""
 
     block_m: int
-    """Rows of a matrix product: `rows` rows of the step times the query heads of one key-value head, padded."""
+    """Rows of a matrix product: `rows` rows of the step times the query heads of a program, padded."""
     rows: int
     """Rows of the step per program."""
+    parts: int
+    """Programs among which the query heads of a key-value head are divided."""
     block_t: int
     """Cached positions per iteration."""
     block_d: int
-    """Head dimension, padded to a power of two."""
+    """Channels of a head's values, padded to a power of two, and as many of its keys."""
+    rest: int
+    """Further channels of its keys, padded likewise; 0 = none."""
     splits: int
     """Most programs among which the positions seen by a tile of rows are divided: this many are launched, and those
     without positions end at once."""
@@ -121,6 +126,7 @@ class Reading(NamedTuple):
     bits: int = 16
     planes: int = 1  # Planes joined into a number
     corrected: bool = False  # Whether GEAR's corrections are added, for which registers must be reserved
+    behind: int = 0  # Channels that keys have and values do not
 
 
 @lru_cache(maxsize=1024)
@@ -136,31 +142,36 @@ def launch_config(
 ) -> LaunchConfig:
     """The launch configuration for M rows and H / H_kv = `group`; it does not depend on positions.
 
-    `seen` are the most positions visible to a row: the capacity of the cache, or the window if smaller. Of the device,
-    `room`, only `splits` depends.
+    `dim` are the channels of values. `seen` are the most positions visible to a row: the capacity of the cache, or the
+    window if smaller. Of the device, `room`, only `splits` depends.
     """
-    bits, planes, corrected = reading
+    bits, planes, corrected, behind = reading
     block_d = max(DOT_CHANNELS, power_of_two(dim))
+    rest = max(0, dim + behind - block_d)
     few = M <= SPLIT_ROWS
     light = (bits, planes, dim) == (8, 1, 128)
-    narrow = block_d <= 64 or light
+    narrow, widest = block_d <= 64 or light, block_d > WIDEST
+    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= DOT_ROWS) if widest else 1
+    group, kv_heads = group // parts, kv_heads * parts
     tile = WIDE_TILE_ROWS if block_d > 128 else NARROW_TILE_ROWS if narrow else TILE_ROWS
     if few:
         together = 1 if M == 1 else SPLIT_ROWS
         tile = min(max(DOT_ROWS, power_of_two(together * group)), tile, FEW_TILE_ROWS)
-    widest = block_d > WIDEST
-    if corrected or (widest and planes == 2):
+    if corrected or (widest and (planes == 2 or rest)):
         tile = DOT_ROWS
     block_m = max(tile, power_of_two(group))
     rows = 1 if M == 1 or (widest and corrected) else block_m // group
+    alike = 1 if widest and rows == 1 else M  # a program of one row has the kernel of a token
     block_t = WIDEST_BLOCK if widest else 64 if few and block_d <= 128 and not corrected else 32
     shared = SHARED_KIB[bits] * block_d / 128 * (1 if M == 1 else 1.2)
     programs = room.multiprocessors * max(1, int(room.shared_kib // shared))
     return LaunchConfig(
         block_m=block_m,
         rows=rows,
+        parts=parts,
         block_t=block_t,
         block_d=block_d,
+        rest=max(DOT_CHANNELS, power_of_two(rest)) if rest else 0,
         splits=_splits(
             -(-M // rows) * kv_heads,
             -(-seen // block_t),
@@ -168,7 +179,7 @@ def launch_config(
             KEPT_ROWS // (M * group * kv_heads),
         ),
         num_warps=8 if block_m >= 128 or widest or (few and bits == 8 and block_m == 2 * DOT_ROWS) else 4,
-        num_stages=5 if light and not few else _stages(M, block_m, reading, widest=widest),
+        num_stages=5 if light and not few else _stages(alike, block_m, reading, widest=widest),
     )
 
 
@@ -187,7 +198,7 @@ def _splits(tiles: int, blocks: int, programs: int, most: int) -> int:
 
 def _stages(M: int, block_m: int, reading: Reading, *, widest: bool) -> int:
     """Pipeline stages. A block is addressed through its page's number, so each prefetched block takes two stages."""
-    bits, planes, corrected = reading
+    bits, planes, corrected, _ = reading
     if planes == 2 and block_m >= TILE_ROWS:  # with two, joining the planes spills up to 40 bytes on sm_86 to sm_120
         return 1
     if widest and (corrected or M > 1):  # with more, blocks of several rows do not fit in shared memory
@@ -211,13 +222,17 @@ class Tile(NamedTuple):
     """Compile-time parameters of a program of `_attend_kernel`."""
 
     H: int
-    GROUP: int  # Query heads of a key-value head
-    ROWS: int  # See `LaunchConfig`, as all that follow but the last
+    GROUP: int  # Query heads of a program
+    ROWS: int  # See `LaunchConfig`, as all that follow to BLOCK_D
+    PARTS: int
     BLOCK_M: int
     BLOCK_T: int
     BLOCK_D: int
     SLIDING: int  # Whether a row's visible positions are limited by a window
     CAP: float = 0.0  # Soft cap of the scores, to base 2 as they are; 0 = none
+    DIM: int = 0  # Channels of a head that are given
+    FIRST: int = 0  # The first of BLOCK_D channels
+    rest: Any = None  # The tile of those behind, which only keys have; None: there are none
 
 
 class Step(NamedTuple):
@@ -291,13 +306,14 @@ def _heads(first_row, end_row, tile: tl.constexpr):
 
 
 @triton.jit
-def _leave(step, state, M, splits, heads, tile: tl.constexpr, D: tl.constexpr):
+def _leave(step, state, M, splits, heads, tile: tl.constexpr):
     """Store a program's results for `_merge_kernel`.
 
-    partial: acc [M, H, splits, D], then peak and total [M, H, splits] each; a split that saw nothing has peak -inf and
-    total 0, and leaves acc unwritten.
+    partial: acc [M, H, splits, DIM], then peak and total [M, H, splits] each; a split that saw nothing has peak -inf
+    and total 0, and leaves acc unwritten.
     """
     H: tl.constexpr = tile.H
+    D: tl.constexpr = tile.DIM
     offs_d = tl.arange(0, tile.BLOCK_D)
     first_split = heads.first * splits + tl.program_id(2)
     peak_ptr = step.partial + M.to(tl.int64) * H * splits * D + first_split
@@ -311,15 +327,26 @@ def _leave(step, state, M, splits, heads, tile: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _begin(step, layer, heads, kv_head, tile: tl.constexpr, layout: tl.constexpr):
-    """The queries of a program, their sums, and the cache of their head."""
+    """The queries of a program, those of further channels, their sums, and the cache of their head."""
     D: tl.constexpr = layout.k.D
-    offs_d = tl.arange(0, tile.BLOCK_D)
-    offs_q = heads.offset[:, None] * D + offs_d[None, :]
-    q = tl.load(step.q + heads.first * D + offs_q, mask=heads.mask[:, None] & (offs_d < D)[None, :], other=0.0)
+    REST: tl.constexpr = tile.rest
+    q = _queries(step, heads, tile, D)
+    q_sum, rest = tl.sum(q.to(tl.float32), axis=1), q
+    if REST is not None:
+        rest = _queries(step, heads, REST, D)
+        q_sum += tl.sum(rest.to(tl.float32), axis=1)
     k = moved(layer.k, kv_head * layout.k.nbytes)
     v = moved(layer.v, kv_head * layout.v.nbytes)
     layer = LayerTensors(k, v, layer.k_window, layer.v_window, layer.tables, layer.paged)
-    return q, tl.sum(q.to(tl.float32), axis=1), layer
+    return q, rest, q_sum, layer
+
+
+@triton.jit
+def _queries(step, heads, tile: tl.constexpr, D: tl.constexpr):
+    """A tile's channels of the queries of a program, 0 from D on."""
+    offs_d = tile.FIRST + tl.arange(0, tile.BLOCK_D)
+    offs_q = heads.offset[:, None] * D + offs_d[None, :]
+    return tl.load(step.q + heads.first * D + offs_q, mask=heads.mask[:, None] & (offs_d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -338,14 +365,13 @@ def _nothing(tile: tl.constexpr):
 def _attend_kernel(
     step, layer, M, splits, stride, per_slot, window, scale, tile: tl.constexpr, layout: tl.constexpr
 ):  # fmt: skip
-    """Program (tile, h, s): ROWS rows of the step, the query heads of key-value head h, split s of what they see.
+    """Program (tile, h, s): ROWS rows of the step, query heads of key-value head h // PARTS, split s of what they see.
 
     The rows of a tile may belong to several slots: the tile passes over the positions of one after another, and splits
     divide the blocks of all of them. `step` as `Step` says, `layer` as `LayerPages` does; ten parameters, because
     numbers that must not each make a kernel of their own can't be told so inside a tuple.
     """
-    D: tl.constexpr = layout.k.D
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // tile.PARTS
     first_row = tl.program_id(0) * tile.ROWS
     end_row = tl.minimum(first_row + tile.ROWS, M)
     if tile.ROWS == 1:
@@ -354,13 +380,13 @@ def _attend_kernel(
         first_block, number = _blocks(position, position, window, tile.BLOCK_T)
         share = _share(step, number, splits)
         if tl.program_id(2) < share.used:
-            q, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
+            q, rest, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
             cache = HeadCache(layer, kv_head, stride, per_slot)
             begin = tl.program_id(2) * share.span
             blocks = Blocks(first_block + begin, first_block + tl.minimum(begin + share.span, number), position)
-            queries = Queries(q, q_sum, tl.full([1], position, tl.int32), window, scale)
+            queries = Queries(q, rest, q_sum, tl.full([1], position, tl.int32), window, scale)
             state = visit_slot(queries, _nothing(tile), cache, slot, position, blocks, tile, layout)
-            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
+            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile)
     else:
         row_m = first_row + tl.arange(0, tile.BLOCK_M) // tile.GROUP
         slot_m = tl.load(step.rows.slots + row_m, mask=row_m < end_row, other=-1)
@@ -373,7 +399,7 @@ def _attend_kernel(
             row += count
         share = _share(step, total, splits)
         if tl.program_id(2) < share.used:
-            q, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
+            q, rest, q_sum, layer = _begin(step, layer, _heads(first_row, end_row, tile), kv_head, tile, layout)
             cache = HeadCache(layer, kv_head, stride, per_slot)
             state = _nothing(tile)
             begin = tl.program_id(2) * share.span
@@ -382,13 +408,13 @@ def _attend_kernel(
             row = first_row
             while (row < end_row) & (before < end):
                 slot, count, lowest, last, first_block, number = _segment(step.rows, row, slot_m, window, tile)
-                queries = Queries(q, q_sum, tl.where(slot_m == slot, position_m, -1), window, scale)
+                queries = Queries(q, rest, q_sum, tl.where(slot_m == slot, position_m, -1), window, scale)
                 from_block = first_block + tl.maximum(begin - before, 0)
                 blocks = Blocks(from_block, first_block + tl.minimum(end - before, number), last)
                 state = visit_slot(queries, state, cache, slot, lowest, blocks, tile, layout)
                 before += number
                 row += count
-            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile, D)
+            _leave(step, state, M, splits, _heads(first_row, end_row, tile), tile)
 
 
 @triton.jit(do_not_specialize=["given", "M", "splits", "rows"])
@@ -467,14 +493,15 @@ def attend(
 ) -> None:
     """softmax(q k^T / sqrt(D)) v over the cached positions p - window < t <= p of the slot of every row at position p.
 
-    Query head h reads key-value head h // (H / H_kv). The launch only depends on the shapes, the window and the device.
+    Query head h reads key-value head h // (H / H_kv), and of its values the first DIM channels. The launch only depends
+    on the shapes, the window and the device.
 
     Args:
         q: float16 [M, H * D], rotated, not scaled.
         pages: Cache of one layer, with the keys and values of this step already in it.
         rows: Positions in [0, context). Rows of one slot are adjacent, in ascending positions.
         window: Visible tokens, including the query's own, >= 1; None = all before it.
-        x: float16 [M, H * D]; overwritten.
+        x: float16 [M, H * DIM], DIM <= D; overwritten.
         workspace: Its scratch stores the splits until they are merged.
         context: Most tokens of a slot.
         left: What products read of x; overwritten as `store_left` does. None: not needed.
@@ -485,26 +512,27 @@ def attend(
     draft, cap, sinks, gates = how.get("draft", False), how.get("cap"), how.get("sinks"), how.get("gates")
     D, H_kv, kind = pages.head_dim, pages.kv_heads, pages.kind
     M, H = q.shape[0], q.shape[1] // D
+    dim = x.shape[1] // H
     seen = context if window is None else min(window, context)
     scale = D**-0.5 * math.log2(math.e)
     together = max(1, KEPT_ROWS // H)  # more rows would need more memory for splits than there is
     for start in range(0, M, together):
         some = min(together, M - start)
-        config = _config(kind, some, H, H_kv, D, seen, draft=draft, room=_room(q.device))
+        config = _config(kind, some, H, H_kv, (D, dim), seen, draft=draft, room=_room(q.device))
         tiles, splits = triton.cdiv(some, config.rows), config.splits
-        partial = workspace.scratch(some * H * splits * (D + 2), torch.float32)
+        partial = workspace.scratch(some * H * splits * (dim + 2), torch.float32)
         used = workspace.scratch(tiles, torch.int32)
         of = Rows(*(one[start : start + some] for one in rows))
-        _attend_kernel[(tiles, H_kv, splits)](
+        _attend_kernel[(tiles, H_kv * config.parts, splits)](
             Step(q[start:], of, partial, used), pages.tensors, some, splits, pages.stride, pages.per_slot, seen, scale,
-            tile=_tile(H, H_kv, config, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
+            tile=_tile(H, H_kv, config, dim, sliding=seen < context, cap=cap), layout=pages.layout(draft=draft),
             num_warps=config.num_warps, num_stages=config.num_stages, **options(config, capability(q.device)),
         )  # fmt: skip
         merged = Merged(partial, used, x[start:], partial if left is None else left[start:])
         given = (left is not None) | (gates is not None and gates.dec is not None) << 1
         _merge_kernel[(some, H)](
             merged, sinks, None if gates is None else spaced(*(_from(start, each) for each in gates)), given, some,
-            splits, config.rows, H=H, D=D, EACH=1 if gates is None else q.shape[1] // gates.y.shape[1],
+            splits, config.rows, H=H, D=dim, EACH=1 if gates is None else x.shape[1] // gates.y.shape[1],
             BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
 
@@ -527,22 +555,27 @@ def _room(device: torch.device) -> Room:
 
 
 def _config(
-    kind: CacheKind, M: int, H: int, H_kv: int, D: int, seen: int, *, draft: bool = False, room: Room
+    kind: CacheKind, M: int, H: int, H_kv: int, dims: tuple[int, int], seen: int, *, draft: bool = False, room: Room
 ) -> LaunchConfig:
-    """The launch configuration for a kind of cache."""
+    """The launch configuration for a kind of cache, and heads of so many channels, of which the second are given."""
+    D, dim = dims
     drafted = draft and kind.has_draft
     bits, planes = 4 if drafted else kind.keys.bits, 2 if kind.hierarchical and not drafted else 1
-    return launch_config(M, H // H_kv, H_kv, D, seen, Reading(bits, planes, kind.rank > 0), room=room)
+    reading = Reading(bits, planes, kind.rank > 0, D - dim)
+    return launch_config(M, H // H_kv, H_kv, dim, seen, reading, room=room)
 
 
-def _tile(H: int, H_kv: int, config: LaunchConfig, *, sliding: bool, cap: float | None = None) -> Tile:
-    return Tile(
+def _tile(H: int, H_kv: int, config: LaunchConfig, dim: int, *, sliding: bool, cap: float | None = None) -> Tile:
+    tile = Tile(
         H=H,
-        GROUP=H // H_kv,
+        GROUP=H // H_kv // config.parts,
         ROWS=config.rows,
+        PARTS=config.parts,
         BLOCK_M=config.block_m,
         BLOCK_T=config.block_t,
         BLOCK_D=config.block_d,
         SLIDING=int(sliding),
         CAP=0.0 if cap is None else cap * math.log2(math.e),
+        DIM=dim,
     )
+    return tile._replace(rest=tile._replace(BLOCK_D=config.rest, FIRST=config.block_d)) if config.rest else tile

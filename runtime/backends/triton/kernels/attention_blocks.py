@@ -31,7 +31,7 @@ def _exact(codes, BIAS: tl.constexpr):
 
 @triton.jit
 def codes_of(record, first, written, MASKED: tl.constexpr, tile: tl.constexpr, layout: tl.constexpr):
-    """Codes of BLOCK_T tokens of a page, from its token `first` on: float16 [BLOCK_T, BLOCK_D], exact.
+    """Codes of BLOCK_T tokens of a page from its token `first` on, in a tile: float16 [BLOCK_T, BLOCK_D], exact.
 
     At 16 bits the numbers themselves. Tokens that are not `written` [BLOCK_T] read as 0 where MASKED, and channels from
     D on always.
@@ -40,7 +40,7 @@ def codes_of(record, first, written, MASKED: tl.constexpr, tile: tl.constexpr, l
     PAIRED: tl.constexpr = BITS < 16 and (BITS < 8 or layout.planes == 2) and tile.BLOCK_T < PAIRED_BELOW
     EACH: tl.constexpr = (1 if BITS >= 8 else 8 // BITS) * (2 if PAIRED else 1)
     ROW: tl.constexpr = (layout.D + EACH - 1) // EACH
-    offs_j = tl.arange(0, tile.BLOCK_D // EACH)[None, :]
+    offs_j = (tile.FIRST // EACH + tl.arange(0, tile.BLOCK_D // EACH))[None, :]
     mask = offs_j < ROW
     if MASKED:
         mask = mask & written[:, None]
@@ -107,10 +107,10 @@ def value_scales(record, tokens, written, MASKED: tl.constexpr, tile: tl.constex
 
 @triton.jit
 def factors(record, first, tile: tl.constexpr, layout: tl.constexpr):
-    """GEAR's factors: A of BLOCK_T tokens from `first` on, float16 [BLOCK_T, 16], and B [BLOCK_D, 16]."""
+    """GEAR's factors: A of BLOCK_T tokens from `first` on, float16 [BLOCK_T, 16], and B of a tile's channels."""
     offs_r = tl.arange(0, RANK_PADDED)[None, :]
     offs_t = (first + tl.arange(0, tile.BLOCK_T))[:, None]
-    offs_d = tl.arange(0, tile.BLOCK_D)[:, None]
+    offs_d = (tile.FIRST + tl.arange(0, tile.BLOCK_D))[:, None]
     mask_a = (offs_r < layout.rank) & (offs_t >= 0)
     mask_b = (offs_r < layout.rank) & (offs_d < layout.D)
     a = tl.load(record.halves + layout.at.a + offs_t * layout.rank + offs_r, mask=mask_a, other=0.0)
@@ -142,6 +142,7 @@ class Queries(NamedTuple):
     """The rows of a tile that attend to a slot; BLOCK_M of them, including rows of other slots."""
 
     q: Any  # float16 [BLOCK_M, BLOCK_D]
+    rest: Any  # float16 [BLOCK_M, channels], those behind that only keys have; q again where there are none
     q_sum: Any  # float32 [BLOCK_M], sums of q over the channels
     position: Any  # int32 [BLOCK_M]; -1 for rows of other slots, which see nothing
     window: Any  # Positions visible to a row, including its own
@@ -224,6 +225,7 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
     offs_t = tl.arange(0, tile.BLOCK_T)
     offs_d = tl.arange(0, tile.BLOCK_D)
     mask_d = offs_d < D
+    REST: tl.constexpr = tile.rest
     skipped = in_pages.end - in_pages.begin
     # Beside several rows of the widest heads, shared memory has no room for two more blocks.
     AHEAD: tl.constexpr = 3 if tile.BLOCK_D <= 256 or tile.BLOCK_M == 16 else 2
@@ -233,10 +235,17 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
             block = tl.where(number < in_pages.begin, number, block)
             before = tl.where(block * tile.BLOCK_T < layout.sinks, 0, paged)
         positions = block * tile.BLOCK_T + offs_t
-        mask = (positions <= blocks.last)[:, None] & mask_d[None, :]
+        written = positions <= blocks.last
+        mask = written[:, None] & mask_d[None, :]
         offs = (positions - before)[:, None] * D + offs_d[None, :]
         k = tl.load(window[0] + offs, mask=mask, other=0.0)
-        scores = _capped(tl.dot(queries.q, tl.trans(k)) * queries.scale, tile)
+        scores = tl.dot(queries.q, tl.trans(k))
+        if REST is not None:
+            offs_r = (REST.FIRST + tl.arange(0, REST.BLOCK_D))[None, :]
+            at = window[0] + (positions - before)[:, None] * D + offs_r
+            k = tl.load(at, mask=written[:, None] & (offs_r < D), other=0.0)
+            scores = tl.dot(queries.rest, tl.trans(k), scores)
+        scores = _capped(scores * queries.scale, tile)
         p, state = _weigh(_hide(scores, positions, queries, True, tile), state)
         v = tl.load(window[1] + offs, mask=mask, other=0.0)
         state = Softmax(state.peak, state.total, tl.dot(p, v, state.acc))
@@ -246,8 +255,24 @@ def visit_window(queries, state, window, paged, blocks, in_pages, tile: tl.const
 @triton.jit
 def _key_scores(queries, record, first, written, CAUSAL: tl.constexpr, tile: tl.constexpr, layout: tl.constexpr):
     """Products of the queries with BLOCK_T keys of a page from its token `first` on, float32 [BLOCK_M, BLOCK_T]."""
+    REST: tl.constexpr = tile.rest
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_T: tl.constexpr = tile.BLOCK_T
+    scores = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    scores = _add_scores(queries.q, scores, record, first, written, CAUSAL, tile, layout)
+    if REST is not None:
+        scores = _add_scores(queries.rest, scores, record, first, written, CAUSAL, REST, layout)
+    if not layout.channel and layout.bits < 16:
+        step, zero = scales_of(record, first + tl.arange(0, BLOCK_T), written, CAUSAL, layout)
+        scores = scores * step.to(tl.float32)[None, :] + queries.q_sum[:, None] * zero.to(tl.float32)[None, :]
+    return scores
+
+
+@triton.jit
+def _add_scores(q, scores, record, first, written, CAUSAL: tl.constexpr, tile: tl.constexpr, layout: tl.constexpr):
+    """Add a tile's channels of these products; where a key has one scale, of its codes."""
     offs_t = tl.arange(0, tile.BLOCK_T)
-    offs_d = tl.arange(0, tile.BLOCK_D)
+    offs_d = tile.FIRST + tl.arange(0, tile.BLOCK_D)
     k = codes_of(record, first, written, CAUSAL, tile, layout)
     if layout.channel:
         numbers = offs_d * layout.groups + first // layout.group
@@ -257,13 +282,10 @@ def _key_scores(queries, record, first, written, CAUSAL: tl.constexpr, tile: tl.
         k = k * step[None, :] + zero[None, :]
         if layout.outliers > 0:
             k = add_outliers(k, record, offs_d, first + offs_t, layout)
-    scores = tl.dot(queries.q, tl.trans(k))
+    scores = tl.dot(q, tl.trans(k), scores)
     if layout.rank > 0:
         a, b = factors(record, first, tile, layout)
-        scores = tl.dot(tl.dot(queries.q, b).to(tl.float16), tl.trans(a), scores)
-    if not layout.channel and layout.bits < 16:
-        step, zero = scales_of(record, first + offs_t, written, CAUSAL, layout)
-        scores = scores * step.to(tl.float32)[None, :] + queries.q_sum[:, None] * zero.to(tl.float32)[None, :]
+        scores = tl.dot(tl.dot(q, b).to(tl.float16), tl.trans(a), scores)
     return scores
 
 

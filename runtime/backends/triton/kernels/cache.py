@@ -39,6 +39,8 @@ _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it to a small float32 and subtracting it again rounds to the nearest integer, ties to even."""
 _PIECE = 16
 """Channels of keys, and tokens of values, per program of a flush."""
+_TILE = 8192
+"""Most numbers of one: more spill registers."""
 _WARPS = 4
 _VALUES_PER_WARP = 2048
 """Numbers of a residual per warp: 64 for each of its threads."""
@@ -328,8 +330,8 @@ def flush(kind: CacheKind, windows: Mapping[Part, torch.Tensor], records: Mappin
 
 
 def _cut(kind: CacheKind, layout: RecordLayout) -> Cut:
-    BLOCK_T = layout.group if layout.channel else _PIECE
     BLOCK_D = max(4, power_of_two(min(_PIECE, layout.D) if layout.channel else layout.group))
+    BLOCK_T = layout.group if layout.channel else min(_PIECE, _TILE // BLOCK_D)
     return Cut(BLOCK_T, BLOCK_D, kind.page // BLOCK_T, -(-layout.D // BLOCK_D), layout)
 
 

@@ -42,6 +42,7 @@ class RowNorms(NamedTuple):
     added_eps: Any = 0.0  # Its epsilon, and that of the norms of `beside`
     beside: Any = None  # `Beside`; None: one output is added
     scale: Any = None  # float32 [1], by which the sum is multiplied before its norm; None: it is not
+    apart: Any = None  # Numbers from a row of h to the next, and of y; None: C
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _normed_row(pointers, norms, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     row = tl.where(gathered, tl.load(index_ptr + out_row, mask=gathered, other=0).to(tl.int64), out_row)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
-    offs = row * C + offs_c
+    offs = row * (C if norms.apart is None else norms.apart) + offs_c
     h = tl.load(h_ptr + offs, mask=mask_c & ((given & _EMBEDDED) == 0), other=0.0)
     h += tl.load(embeddings_ptr + offs, mask=mask_c & embedded, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask_c & ((given & _ADDED) != 0), other=0.0)
@@ -134,7 +135,8 @@ def add_norm(
     sum times that.
 
     Args:
-        h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`.
+        h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`. Its rows may be further
+            apart, and those of y then are as far.
         y: float32 [M, C], output of the linear layer that ended the sublayer; None: nothing is added.
         dec: float32 [M, C], its compensation; None if there is none, or if y is None.
         norms: Weights and epsilons.
@@ -179,6 +181,8 @@ def _launch(
         both = norms.beside
         given |= 0 if both.dec is None else _BOTH.value
         norms = norms._replace(beside=both._replace(dec=both.y if both.dec is None else both.dec))
+    if h.stride(0) != C:
+        norms = norms._replace(apart=h.stride(0))
     block, warps = _shape(C)
     y, dec, index = h if y is None else y, h if dec is None else dec, h.view(torch.int32) if index is None else index
     if isinstance(left, Tokens):

@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 
     H: int
     H_KV: int  # Key heads, and as many value heads
+    GROUP: int  # Query heads of a key head
     HALF: int  # Half the channels of a head that rotate
     BLOCK_D: int  # Channels of a head, padded to a power of two
     STAGES: int  # Binary logarithm of the rows of the Hadamard matrix
@@ -38,6 +39,7 @@ class HeadNorms(NamedTuple):
     k: Any  # Likewise for key heads
     eps: Any
     value_eps: Any = None  # Epsilon of the norm of every value head, which has no weight; None: there is none
+    latent: Any = None  # R, channels at the end of a key and at the beginning of a value that alone pass it; None: all
 
 
 class TurnedNorms(HeadNorms):
@@ -144,11 +146,16 @@ def _heads_kernel(
     if shape.LAST:
         x = tl.where(turns, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.eps) * weight, x)
     if norms.value_eps is not None:
-        x = tl.where(turns, x, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.value_eps))
+        if norms.latent is None:
+            x = tl.where(turns, x, x * tl.rsqrt(tl.sum(x * x, axis=0) / D + norms.value_eps))
+        else:
+            latent = (head >= H) & tl.where(turns, offs_d >= D - norms.latent, offs_d < norms.latent)
+            square = tl.sum(tl.where(latent, x * x, 0.0), axis=0)
+            x = tl.where(latent, x * tl.rsqrt(square / norms.latent + norms.value_eps), x)
     if rope.growth is not None:
         x = tl.where(head < H, x * tl.load(rope.growth + position), x)
     if basis.reflection is not None:
-        of_d = tl.where(head < H, head // (H // H_KV), head - H) * D + offs_d
+        of_d = tl.where(head < H, head // shape.GROUP, head - H) * D + offs_d
         u = tl.load(basis.reflection + of_d, mask=mask_d & turns, other=0.0)
         turned = _hadamard(x, BLOCK_D, shape.STAGES) * shape.SCALE
         turned = turned - u * tl.sum(u * turned, axis=0)
@@ -189,7 +196,8 @@ def heads(
 
     Args:
         y: float32 [M, (H + 2 H_kv) * D], output of the fused projection: queries, keys, values. What is behind these is
-            left alone. With [M, H * D] these are queries alone, and the cache is left as it is.
+            left alone. With [M, H * D] these are queries alone, and the cache is left as it is; where H is 0, keys and
+            values alone.
         dec: float32, shaped like y, its compensation, or None.
         norms: Weights of queries and keys, or none; `TurnedNorms` if heads are rotated first.
         rope: With a row for every position.
@@ -214,4 +222,6 @@ def heads(
 
 def _shape(H: int, H_kv: int, D: int, half: int) -> Shape:
     block = hadamard_block(D)
-    return Shape(H, H_kv, half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5, D)
+    return Shape(
+        H, H_kv, max(1, H // H_kv), half, max(2, triton.next_power_of_2(D)), block.bit_length() - 1, block**-0.5, D
+    )

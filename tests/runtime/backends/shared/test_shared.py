@@ -25,7 +25,7 @@ from runtime.errors import RequestError
 from tests.runtime.backends.steps import rows
 from tests.runtime.backends.triton.conftest import DEVICE
 from tests.runtime.backends.triton.decoding import LOGITS
-from tests.runtime.conftest import SHARED, make_model, make_spec
+from tests.runtime.conftest import LATENTS, SHARED, make_model, make_spec
 from tests.runtime.engine.talking import Talk, decaying
 
 OPEN: dict[str, Callable[..., Decoder]] = {
@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "gated": True,
         "qk_norm": True,
     },
+    "latents": {**LATENTS, "num_layers": 3},
     "gemma4": {**SHARED, "num_layers": 5, "windows": (5, None, 5, None, 5), "logit_cap": 3.0, "mixers": (
         "attention", "attention", "attention", "attention", "shared")},
 }  # fmt: skip

@@ -164,18 +164,25 @@ class Pair:
         assert float(error) < (1e-4 if self.device == "cpu" else 0.05) ** 2, part
 
     def attended(
-        self, slots: Any, positions: Any, window: int | None = None, *, q: torch.Tensor | None = None, **how: Any
+        self,
+        slots: Any,
+        positions: Any,
+        window: int | None = None,
+        *,
+        q: torch.Tensor | None = None,
+        dim: int | None = None,
+        **how: Any,
     ) -> tuple[Any, Any]:
-        """Attention of queries, or random ones, over both caches: float32 [M, H, D] each."""
+        """Attention of queries, or random ones, over both caches: float32 [M, H, D] each, or the first `dim` of D."""
         M, H, D = len(slots), self.spec.num_heads, self.spec.head_dim
         q = (self.normal(M, H, D) if q is None else q).half()
-        x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=self.device)
+        x = torch.full((M, H * (dim or D)), torch.nan, dtype=torch.float16, device=self.device)
         rows = Rows(*(torch.tensor(each).to(self.device) for each in (positions, slots)))
         layer, flat = self.spec.num_layers - 1, q.view(M, H * D).to(self.device)
         pages, workspace = self.ours.layers[layer], Workspace(self.device)
         attend(flat, pages, rows, window, x, workspace, context=self.context, **how)
         where = (torch.tensor(slots).long(), torch.tensor(positions).long())
-        return x.cpu().float().view(M, H, D), self.theirs.attend(layer, q.float(), *where, window, **how)
+        return x.cpu().float().view(M, H, -1), self.theirs.attend(layer, q.float(), *where, window, **how)[..., :dim]
 
     def check_attended(self, slots: Any, positions: Any, window: int | None = None, **how: Any) -> None:
         assert_close(*self.attended(slots, positions, window, **how), "packed attention")
@@ -246,15 +253,25 @@ def test_attention_with_other_heads(pair: Any, name: KVKind, D: int) -> None:
     caches.check_attended(*caches.step(0, 256, 2))
 
 
+@pytest.mark.parametrize(("D", "H"), [(512, 8), pytest.param(576, 20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", grid(KINDS, {"int4"}))
-def test_heads_of_512_channels(pair: Any, name: KVKind) -> None:
-    """Stored, and read by a token, a few rows, and those of a prompt."""
-    caches = pair(name, D=512, H=8, H_kv=1, layers=1)
+def test_heads_of_512_channels(pair: Any, name: KVKind, D: int, H: int) -> None:
+    """Stored, and read by a token, a few rows, and those of a prompt; behind them keys have none or 64 more."""
+    caches = pair(name, D=D, H=H, H_kv=1, layers=1)
     caches.fill(0, 256)
-    caches.check_attended(*caches.step(0, 256, 1, copied=False))
-    caches.check_attended(*caches.step(0, 257, 2))
-    caches.check_attended(*caches.step(0, 259, 10))
+    caches.check_attended(*caches.step(0, 256, 1, copied=False), dim=512)
+    caches.check_attended(*caches.step(0, 257, 2), dim=512)
+    caches.check_attended(*caches.step(0, 259, 10), dim=512)
     caches.check_stored()
+
+
+@pytest.mark.parametrize("name", grid(KINDS, {"int8", "hierarchical", "gear2"}))
+def test_values_of_fewer_channels_than_keys(pair: Any, name: KVKind) -> None:
+    """Some that are not given, and keys of more than a program's first channels."""
+    caches = pair(name, D=48, H=3, H_kv=1, layers=1)
+    caches.fill(0, 256)
+    caches.check_attended(*caches.step(0, 256, 1), dim=40)
+    caches.check_attended(*caches.step(0, 257, 3), dim=24)
 
 
 @pytest.mark.parametrize(("name", "window"), [("int4", 1), ("int4", 200), ("kivi2", 70)])

@@ -25,7 +25,7 @@ from runtime.backends.triton.decoder import TritonDecoder
 from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
-from tests.runtime.conftest import LATENTS, STREAMS, make_model, make_spec
+from tests.runtime.conftest import STREAMS, make_model, make_spec
 from tests.runtime.engine.talking import DELTA
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
@@ -122,7 +122,6 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        (LATENTS, "latent attention"),
         (STREAMS, "streams"),
         ({"activation": "relu2"}, "MLPs without gates"),
         ({"parallel": True}, "attention and MLP side by side"),

@@ -35,6 +35,7 @@ class _Case:
         dec: bool,
         norm: bool,
         values: bool = False,
+        rank: int | None = None,
     ):
         (H, H_kv, D, r), T = shape, CAPACITY
         generator = torch.Generator().manual_seed(D + H)
@@ -47,7 +48,7 @@ class _Case:
         self.y = normal(M, width)
         self.dec = normal(M, width) if dec else None
         self.norms = (normal(D).abs() + 0.1, normal(D).abs() + 0.1) if norm else (None, None)
-        self.values = values
+        self.values, self.rank = values, rank
         self.cos, self.sin = (torch.from_numpy(table) for table in tables(RopeSpec(rotary_dim=r), T))
         self.slots, self.positions = torch.tensor(rows, dtype=torch.int32).T.contiguous()
         self.caches = normal(2, int(self.slots.max()) + 1, H_kv, T, D).half()
@@ -60,7 +61,10 @@ class _Case:
         if self.norms[0] is not None:
             q, k = rms_norm(q, self.norms[0], EPS), rms_norm(k, self.norms[1], EPS)
         if self.values:
-            v = rms_norm(v, torch.ones(D), VALUE_EPS)
+            R = self.rank or D
+            v = torch.cat((rms_norm(v[..., :R], torch.ones(R), VALUE_EPS), v[..., R:]), dim=-1)
+            if self.rank is not None:
+                k = torch.cat((k[..., :-R], rms_norm(k[..., -R:], torch.ones(R), VALUE_EPS)), dim=-1)
         cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
         keys, values = self.caches.float()
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -77,7 +81,7 @@ class _Case:
 
         cache = HalfPages(self.caches, device)
         q = torch.full((len(self.y), H * D), torch.nan, dtype=torch.float16, device=device)
-        norms = HeadNorms(*map(there, self.norms), EPS, VALUE_EPS if self.values else None)
+        norms = HeadNorms(*map(there, self.norms), EPS, VALUE_EPS if self.values else None, self.rank)
         rope = Rope(*map(there, (self.cos, self.sin)))
         rows = Rows(*map(there, (self.positions, self.slots)))
         heads(*map(there, (self.y, self.dec)), norms, rope, Basis(None, None), rows, cache.pages, q)
@@ -103,6 +107,19 @@ def _check(case: _Case, device: str) -> None:
 def test_what_compensates_the_product_is_added(device: str, shape: Shape, norm: bool, values: bool) -> None:
     """Then come norms: of queries and keys with their weights, of values without."""
     _check(_Case(shape, ROWS, dec=True, norm=norm, values=values), device)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 34, 10), (2, 1, 576, 64)])
+def test_latents_alone_pass_a_norm(device: str, shape: Shape) -> None:
+    """Behind what rotates of keys, and in front of what values do not have; where heads are the queries' own, too."""
+    H, _, D, r = shape
+    case = _Case(shape, ROWS, dec=True, norm=False, values=True, rank=D - r)
+    _check(case, device)
+    before = case.run(device)[1:]
+    case.y, case.dec = case.y[:, H * D :], case.dec[:, H * D :]
+    case.sizes = (0, 1, D)
+    for alone, both in zip(case.run(device)[1:], before, strict=True):
+        assert torch.equal(alone, both)
 
 
 def test_nothing_else_of_the_cache_is_touched(device: str) -> None:

@@ -9,12 +9,14 @@ from tests.lab.launches import launches_of
 pytestmark = pytest.mark.slow
 ATTENTION, MLP = "add_norm gemv heads attend merge gemv", "add_norm gemv gate gemv"
 EXPERTS, OWN = "add_norm route few gate few", "add_norm gemv add_norm gemv token_gate gemv"
+LATENT = "add_norm gemv add_norm gemv heads heads attend merge gemv"
 RULE = "add_norm gemv mix recur finish gemv"
 BLOCKS = {
     "smollm2-3bit": {f"{ATTENTION} {MLP}"},
     "llama-3-8b-trellis": {f"{ATTENTION} {MLP}"},
     "gpt-oss-20b-4bit": {f"{ATTENTION} {EXPERTS}"},
     "qwen3.5-4b-trellis": {f"{RULE} {MLP}", f"{ATTENTION} {MLP}"},
+    "glm-4.7-flash-4bit": {f"{LATENT} {MLP}", f"{LATENT} {EXPERTS}"},
     "gemma-4-e2b-trellis": {f"{ATTENTION} {MLP} {OWN}"},
 }
 

@@ -27,7 +27,7 @@ from runtime.load.memory import MemoryPlan, plan
 from runtime.text.sampling import SamplingOptions
 from tests.grid import grid
 from tests.runtime.backends.triton.counting import META, Card, counted
-from tests.runtime.backends.triton.shapes import MODELS, QWEN35, Shapes, residuals, without_numbers
+from tests.runtime.backends.triton.shapes import FLASH, MODELS, QWEN35, Shapes, residuals, without_numbers
 from tests.runtime.conftest import make_model, make_spec, pack_codebook_linear, pack_linear
 from tuner.detect import MemoryInfo
 
@@ -161,6 +161,15 @@ def test_buffers_hold_the_widest_layer() -> None:
     N, K = spec.linear_shape("layers.0.qkv")
     assert spec.linear_shape("qkv")[0] < N
     assert (sizes.output, sizes.inputs) == (rows * N, rows * max(K, spec.linear_shape("layers.0.o")[1]))
+
+
+def test_buffers_hold_queries_that_are_made_of_a_latent() -> None:
+    """Of many rows, beside what they are made of; of a few, their compensation."""
+    spec = replace(FLASH, mixture=None, intermediate_size=64, vocab_size=1000)
+    sizes, rows = buffer_sizes(spec, 32), 32
+    kept, _ = spec.linear_shape("layers.0.qkv")
+    assert (sizes.output, sizes.kept) == (rows * spec.q_width, rows * kept)
+    assert (sizes.compensation, sizes.kept_compensation) == (8 * spec.q_width, 8 * kept)
 
 
 def test_scratch_holds_the_chunks_of_the_longest_step() -> None:

@@ -30,11 +30,20 @@ class _Case:
         self.sum = self.h + (total if self.dec is None else total + self.dec)
 
     def run(
-        self, device: str, rows: list[int] | None = None, norms: RowNorms | None = None, *, rotated: bool = False
+        self,
+        device: str,
+        rows: list[int] | None = None,
+        norms: RowNorms | None = None,
+        *,
+        rotated: bool = False,
+        apart: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h and x after the call, on the CPU."""
-        h = self.h.to(device, copy=True)
-        y, dec = (None if one is None else one.to(device) for one in (self.y, self.dec))
+        C = self.h.shape[1]
+        h, y, dec = (
+            None if one is None else one.to(device).repeat(1, apart)[:, :C] for one in (self.h, self.y, self.dec)
+        )
+        assert h is not None
         count = h.shape[0] if rows is None else len(rows)
         x = poisoned(count, h.shape[1], dtype=torch.float16, device=device)
         gathered = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
@@ -44,10 +53,11 @@ class _Case:
         return h.cpu(), x.cpu().float()
 
 
-@pytest.mark.parametrize("rows", [None, [0, 2, 4]], ids=["all", "gathered"])
-def test_sums_are_normalized_and_stay_unless_rows_are_gathered(device: str, rows: list[int] | None) -> None:
+@pytest.mark.parametrize(("rows", "apart"), [(None, 1), (None, 2), ([0, 2, 4], 1)], ids=["all", "apart", "gathered"])
+def test_sums_are_normalized_and_stay_unless_rows_are_gathered(device: str, rows: list[int] | None, apart: int) -> None:
+    """Of rows of a wider matrix, too."""
     case = _Case(5, 896, True, True)
-    h, x = case.run(device, rows, rotated=rows is not None)
+    h, x = case.run(device, rows, rotated=rows is not None, apart=apart)
     assert torch.equal(h, case.h if rows else case.sum)
     assert_close(x, rms_norm(case.sum, case.weight, EPS)[rows or slice(None)], "half")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.packed import KeyStatistics, tensor_shape
-from models.spec import HeadShape, RopeSpec
+from models.spec import HeadShape, LatentSpec, RopeSpec
 from runtime.backends.decoder import DecoderOptions, DrawsTokens
 from runtime.backends.triton import model as placing
 from runtime.backends.triton.decoder import TritonDecoder
@@ -29,7 +29,7 @@ from tests.runtime.backends.triton.decoding import (
     step,
     text,
 )
-from tests.runtime.conftest import BEHIND, BOTH_SIDES, LOCAL, SHARED, SINKS, TURNED
+from tests.runtime.conftest import BEHIND, BOTH_SIDES, LATENTS, LOCAL, SHARED, SINKS, TURNED
 
 WIDE: dict[str, Any] = {
     **BOTH_SIDES,
@@ -67,11 +67,22 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
     "heads-of-two-widths": ({"bits": 4, "residual_bits": 4}, WIDE),
     "shared-caches": ({"bits": 4, "residual_bits": 4}, SHARING),
+    "latents": ({"bits": 4, "residual_bits": 4}, LATENTS),
+    "latents-of-512": (
+        {"bits": 4, "residual_bits": 4},
+        {
+            "num_kv_heads": 1,
+            "head_dim": 576,
+            "rope": RopeSpec(rotary_dim=64),
+            "latent": LatentSpec(rank=512, key_dim=16, value_dim=16),
+        },
+    ),
 }
 
 
-QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches"}
-"""Prompts have two of the others, and norms on both sides stand for those behind; shared caches have a shorter test."""
+QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches", "latents-of-512"}
+"""Prompts have two of the others, and norms on both sides stand for those behind; shared caches have a shorter test,
+and latents of 512 one of their cache."""
 
 
 @pytest.mark.parametrize("shape", grid(SHAPES, QUICK))
@@ -129,7 +140,10 @@ ALL = {"o": 1024}
     ("shape", "prompt"),
     [
         *(("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)),
-        *(pytest.param(shape, SOME, marks=pytest.mark.slow) for shape in ("heads-of-two-widths", "shared-caches")),
+        *(
+            pytest.param(shape, SOME, marks=pytest.mark.slow)
+            for shape in ("heads-of-two-widths", "shared-caches", "latents")
+        ),
     ],
 )
 def test_prompts_match_the_reference(small: Any, device: str, shape: str, prompt: dict[str, int]) -> None:
@@ -181,11 +195,14 @@ def test_logits_match_the_reference_on_every_cache(small: Any, device: str, kv: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{**SHARED, "windows": (150, None, 150, None)}, LATENTS], ids=["shared", "latents"])
 @pytest.mark.parametrize("kv", ["fp16", "int4", "hierarchical", "kivi2", "gear4"])
-def test_shared_caches_of_two_widths_are_read_from_every_cache(small: Any, device: str, kv: Any) -> None:
+def test_heads_of_two_widths_and_latents_are_read_from_every_cache(
+    small: Any, device: str, changes: Any, kv: Any
+) -> None:
     """Behind a prompt that fills a page or cuts one off its window: a token, drafts, a few rows in place of them, and
     one in place of the last, compensated."""
-    model = small({**SHARED, "windows": (150, None, 150, None)})
+    model = small(changes)
     for shape in (tensor_shape(model.spec, layer) for layer in model.spec.attention_layers):
         axis, mean = np.random.default_rng(shape).standard_normal((2, *shape)).astype(np.float32)
         model.keys.append(KeyStatistics(mean, axis / np.linalg.norm(axis, axis=-1, keepdims=True)))
@@ -359,7 +376,7 @@ def test_the_embedding_table_stays_where_it_is(small: Any, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches"])
+@pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches", "latents"])
 def test_a_replayed_graph_computes_what_launches_do(small: Any, cuda: str, shape: str) -> None:
     model = small({**SHAPES[shape][1], "max_context": 1024}, bits=3)
     options = DecoderOptions(context=1024, k_chunk=128, n_tb={"down": 4})

@@ -20,6 +20,7 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "gemma-4-31b-4bit": (23, 24, 602),
     "gemma-4-e2b-4bit": (27, 28, 528),
     "gemma-4-26b-a4b-4bit": (40, 43, 572),
+    "glm-4.7-flash-4bit": (27, 32, 843),
     "llama-3-8b-trellis": (17, 18, 322),
     "qwen3.5-4b-trellis": (24, 24, 322),
     "gemma-4-e2b-trellis": (29, 29, 528),
@@ -29,7 +30,8 @@ LOADS: dict[str, tuple[int, int, int]] = {
 Attention takes three, and three more where only some blocks have a window, and products three; one more where the head
 has other bits than the blocks, one where a window's pages are quantized, and two where prompts are compensated
 together: docs/decisions/gpu.md. Experts take ten, and four more in prompts, delta rules five, and convolutions one.
-Heads of two widths have two kernels each, norms behind two, and products of rows that end at different places, too.
+Heads of two widths have two kernels each, norms behind two, and products of rows that end at different places, too;
+queries with a latent have a norm, a product and heads of their own.
 
 A layer launches 10: four products, which compensate in the same launch, two norms, heads, attention and its merge, the
 gate; with experts a router, and two compensations of two launches. The last norm and the head are 2.

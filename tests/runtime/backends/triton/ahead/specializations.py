@@ -90,6 +90,10 @@ _LFM3 = {"H": 16, "H_kv": 4, "D": 128}
 """Heads of LFM3 1.7B."""
 _WIDE = {"H": 32, "H_kv": 4, "D": 512}
 """Of Gemma 4 31B's blocks without a window."""
+_LATENTS = {"H": 16, "H_kv": 1, "D": 576, "dim": 512}
+"""Of DeepSeek-V2-Lite."""
+_FLASH = {**_LATENTS, "H": 20}
+"""Of GLM-4.7-Flash."""
 _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 """Qwen3.5 4B's."""
 _MAMBA = DeltaSpec(key_heads=1, value_heads=48, key_dim=128, value_dim=64, mamba=True)
@@ -313,13 +317,14 @@ def _activations() -> Iterator[Specialization]:
 
 def _norm() -> Iterator[Specialization]:
     """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rotated, rounded to INT8, and on both sides;
-    of 2816 channels with experts beside an MLP."""
-    before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT)
+    of 2816 channels with experts beside an MLP, and of 768 of a wider projection's."""
+    before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT, _ABSENT)
     both = before._replace(added="*fp32")
     beside = both._replace(beside=norm.Beside("*fp32", "*fp32", "*fp32", "*fp32"), scale="*fp32")
     for C, norms, name in (
         (5120, both, " both"),
         (2816, beside, " beside"),
+        (768, before._replace(apart="i32"), " apart"),
         *((C, before, "") for C in (2880, 4096, 5120)),
     ):
         block, warps = norm._shape(C)
@@ -356,8 +361,8 @@ def _gate() -> Iterator[Specialization]:
 
 def _heads() -> Iterator[Specialization]:
     """Llama-3-8B's heads, Qwen3-8B's with norms, heads of 96 channels of which 72 rotate, norms of all heads together
-    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's, Gemma 4's with norms of values, LFM3 1.7B's;
-    all with compensation."""
+    and of turned heads, gpt-oss-20b's heads, Qwen3.5 4B's, Gemma 4's with norms of values, LFM3 1.7B's,
+    DeepSeek-V2-Lite's with norms of latents, and these alone; all with compensation."""
     cases: tuple[tuple[KVKind, dict[str, int], int, str], ...] = (
         ("fp16", _LLAMA, 64, ""),
         ("fp16", _LLAMA, 64, " norm"),
@@ -373,11 +378,14 @@ def _heads() -> Iterator[Specialization]:
         ("fp16", _WIDE, 64, " norm of values"),
         ("int4", _WIDE, 64, " norm of values"),
         ("int4", _LFM3, 64, " norm, gates of heads"),
+        *((kv, _LATENTS, 32, " latents") for kv in ("fp16", "int8", "int4")),
+        ("int4", {**_LATENTS, "H": 0}, 32, " latents"),
     )
     for kv, sizes, half, normed in cases:
-        weight, turned = ("*fp32" if there else _ABSENT for there in (normed, KINDS[kv].turned))
+        weight, turned = ("*fp32" if there else _ABSENT for there in ("norm" in normed, KINDS[kv].turned))
+        eps = "fp32" if normed in (" norm of values", " latents") else _ABSENT
         growth = "*fp32" if normed == " norm of turned" else _ABSENT
-        shape = rope._shape(*sizes.values(), half)
+        shape = rope._shape(sizes["H"], sizes["H_kv"], sizes["D"], half)
         if "gates" in normed:
             shape = shape._replace(RUN=sizes["H"])
         yield _one(
@@ -390,21 +398,21 @@ def _heads() -> Iterator[Specialization]:
             1,
             types={
                 "projected": _SPACED,
-                "norms": rope.HeadNorms(weight, weight, "fp32", "fp32" if normed == " norm of values" else _ABSENT),
+                "norms": rope.HeadNorms(weight, weight, "fp32", eps, "i32" if normed == " latents" else _ABSENT),
                 "rope": rope.Rope("*fp32", "*fp32", growth),
                 "basis": rope.Basis(turned, turned),
             },
         )
 
 
-def _heads_name(H: int, H_kv: int, D: int) -> str:
+def _heads_name(H: int, H_kv: int, D: int, **_: int) -> str:
     return f"H{H}/{H_kv} D{D}"
 
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
     Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads; heads of 512 channels
-    as Gemma 4 31B has over many kinds of cache."""
+    as Gemma 4 31B has, and latents, whose rows are read one by one, over many kinds of cache."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -415,6 +423,9 @@ def _attention() -> Iterator[Specialization]:
         ("decode", 1, _WIDE, ("fp16", "int8", "int4", "hierarchical", "gear4", "gear2")),
         ("verify", 5, _WIDE, ("int8", "hierarchical")),
         ("prefill", 128, _WIDE, ("fp16", "int8", "int4", "hierarchical")),
+        ("decode", 1, _LATENTS, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
+        ("draft", 1, _LATENTS, ("hierarchical",)),
+        ("decode", 1, _FLASH, ("int4",)),
     ):
         for name in kinds:
             yield _attend(use, name, M, **sizes)
@@ -428,6 +439,7 @@ def _attention() -> Iterator[Specialization]:
         (16, 8, 256, ""),
         (16, 4, 256, " gates"),
         (32, 4, 512, ""),
+        (16, 1, 512, ""),
         (64, 8, 64, " sinks"),
         (16, 8, 8, ""),
         *((H, H_kv, D, " rotated") for H, H_kv, D in ((32, 8, 128), (16, 8, 256), (32, 4, 512), (9, 3, 64))),
@@ -449,17 +461,17 @@ def _attention() -> Iterator[Specialization]:
 
 
 def _attend(
-    use: str, name: str, M: int, H: int, H_kv: int, D: int, *, cap: float | None = None, sliding: bool = False
+    use: str, name: str, M: int, H: int, H_kv: int, D: int, *, dim: int = 0, cap: float = 0.0, sliding: bool = False
 ) -> Specialization:
     """One specialization of the attention kernel; those with a cap have a window, too."""
-    kind, draft = KINDS[name], use == "draft"
-    config = attention._config(kind, M, H, H_kv, D, 8192, draft=draft, room=Room())
-    special = " cap" if cap is not None else " window" if sliding else ""
+    kind, draft, dim = KINDS[name], use == "draft", dim or D
+    config = attention._config(kind, M, H, H_kv, (D, dim), 8192, draft=draft, room=Room())
+    special = " cap" if cap else " window" if sliding else ""
     return _one(
         f"attend {name} {use} {_heads_name(H, H_kv, D)}{special}",
         attention._attend_kernel,
         {
-            "tile": attention._tile(H, H_kv, config, sliding=sliding or cap is not None, cap=cap),
+            "tile": attention._tile(H, H_kv, config, dim, sliding=sliding or cap > 0, cap=cap or None),
             "layout": page_layout(kind, D, window=kind.window_capacity(128), draft=draft),
         },
         config.num_warps,
@@ -470,9 +482,9 @@ def _attend(
 
 
 def _cache() -> Iterator[Specialization]:
-    """Flushes of kinds with a window, with heads of 128 and of 512 channels; GEAR's factors of pages of 128 tokens and
-    heads of 128 and of 96 channels."""
-    for kind, D in itertools.product((KINDS[name] for name in ("int4", "hierarchical", "kivi2")), (128, 512)):
+    """Flushes of kinds with a window, with heads of 128, 512 and 576 channels; GEAR's factors of pages of 128 tokens
+    and heads of 128 and of 96 channels."""
+    for kind, D in itertools.product((KINDS[name] for name in ("int4", "hierarchical", "kivi2")), (128, 512, 576)):
         keys, values = (cache._cut(kind, record_layout(kind, part, D)) for part in PARTS)
         constants = {"WINDOW": kind.window_capacity(128), "SINKS": kind.sinks, "keys": keys, "values": values}
         yield _one(f"flush {kind.name} D{D}", cache._flush_kernel, constants, cache._WARPS)
