@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import INTEGERS
-from models.spec import UNGATED, ModelSpec, expert_of
+from models.spec import ModelSpec, expert_of
 from runtime.backends import ONLY_CPU, Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -141,8 +141,6 @@ def _check(spec: ModelSpec) -> None:
         raise BackendError(f"there are no GPU kernels for {beside} side by side in {spec.family} models")
     if spec.query_heads or spec.gate_form != "sigmoid":
         raise BackendError(f"there are no GPU kernels for the heads and gates of {spec.family} models")
-    if spec.activation in UNGATED:
-        raise BackendError(f"there are no GPU kernels for the MLPs without gates of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -238,20 +238,19 @@ class Pass(Interpreter[Value]):
 
     def gate(self, node: Node) -> Value:
         spec, M, x = self._spec, self._M, self.of(node)
-        both = len(node.inputs) == 1
-        width = x.tensor.shape[1] // (2 if both else 1)
-        out = self._buffers.input(M, width)
-        gelu, limit = spec.activation == "gelu_tanh", spec.gate_limit
-        if both:
+        alone = len(node.inputs) == 1
+        width = x.tensor.shape[1] // (spec.mlp_parts if alone else 1)
+        out, how = self._buffers.input(M, width), self._model.activation(node.layer)
+        if alone:
             left = self._buffers.left(M, width)
-            gate(x.tensor, x.dec, out, left, gelu=gelu, limit=limit)
+            gate(x.tensor, x.dec, out, left, how=how)
             return Value(out, left=left)
         add = node.inputs[1]
         own = self.of(add).tensor
         tokens = OwnTokens(own, own.stride(0), self._model.norms[add.norm], spec.eps_of(add.norm))
         gates, context = (Projected(each.tensor, each.dec) for each in (x, self.of(add, 1)))
         by_rows = self._buffers.left_by_heads(M, width, RUN)
-        token_gate(gates, context, tokens, out, by_rows, gelu=gelu, limit=limit)
+        token_gate(gates, context, tokens, out, by_rows, how=how)
         return self._input(out, by_rows)
 
     norm = add = rows = cap = Interpreter.left  # the norm that follows, `token_gate` and `finish` do these

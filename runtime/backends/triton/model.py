@@ -12,12 +12,13 @@ import torch
 
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
-from models.spec import RopeSpec, expert_of, first_expert, router_of
+from models.spec import XIELU_SLOPES, RopeSpec, expert_of, first_expert, router_of
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
+from runtime.backends.triton.kernels.gate import How, Slopes
 from runtime.backends.triton.kernels.recurrent import DeltaLayer, Rates, Recent
 from runtime.backends.triton.kernels.residual_gemm import Shared, Staging
 from runtime.backends.triton.kernels.rope import Basis, Rope
@@ -265,6 +266,12 @@ class GpuModel:
         matrices = self.cache.states.matrices[layer]
         rates = Rates(decay, dt, self.norms.get(f"layers.{layer}.skip"))
         return DeltaLayer(self.spec.delta, self.recent[layer], rates, gain, self.spec.gain_eps, matrices)
+
+    def activation(self, layer: int) -> How:
+        """That of a block's MLP or experts."""
+        slopes = (self.norms[f"layers.{layer}.{own}"] for own in XIELU_SLOPES)
+        kind = self.spec.activation
+        return How(kind, self.spec.gate_limit, Slopes(*slopes) if kind == "xielu" else None)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import MLP_TYPES, TOKEN_LINEARS, DeltaSpec, ModelSpec, expert_of
+from models.spec import DeltaSpec, ModelSpec, expert_of
 from models.trellis import STATE_BITS
 from runtime.kv.states import WAITING
 
@@ -122,7 +122,7 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     a `trellis` rotated.
     """
     blocks = range(spec.num_layers)
-    shapes = [spec.linear_shape(f"layers.{layer}.{kind}") for layer in blocks for kind in _kinds(spec, layer)]
+    shapes = [spec.linear_shape(name) for layer in blocks for name in spec.block_linears(layer, experts=0)]
     heads = [spec.heads_of(layer) for layer in blocks]
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
@@ -163,16 +163,10 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
         inputs=max(sizes.inputs, pairs * width),
         rotated=max(sizes.rotated, pairs * PIECE * pieces(width)) if trellis else 0,
         sums=0 if trellis else max(sizes.sums, few * read * pieces(width)),
-        output=max(sizes.output, 2 * pairs * width, parts),
-        compensation=max(sizes.compensation, 2 * concurrent * read * width),
+        output=max(sizes.output, spec.mlp_parts * pairs * width, parts),
+        compensation=max(sizes.compensation, spec.mlp_parts * concurrent * read * width),
         scratch=max(sizes.scratch, few * read * C),
     )
-
-
-def _kinds(spec: ModelSpec, layer: int) -> tuple[str, ...]:
-    """The linear layers of a block but those of experts."""
-    replaced = spec.mixture is not None and spec.has_experts(layer) and not spec.mixture.parallel_mlp
-    return ("qkv", "o", *(() if replaced else MLP_TYPES), *(TOKEN_LINEARS if spec.token_width else ()))
 
 
 def is_kept(spec: ModelSpec, name: str) -> bool:

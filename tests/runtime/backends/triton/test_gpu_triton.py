@@ -124,7 +124,6 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     [
         (LATENTS, "latent attention"),
         (STREAMS, "streams"),
-        ({"activation": "relu2"}, "MLPs without gates"),
         ({"parallel": True}, "attention and MLP side by side"),
         ({"gated": True, "gate_form": "softplus"}, "heads and gates"),
         ({"mixers": ("both", "both"), "delta": DELTA, "conv_kernel_size": 3}, "attention and a state side by side"),

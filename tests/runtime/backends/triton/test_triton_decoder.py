@@ -67,10 +67,12 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "codebooks-3bit": ({"bits": 3, "residual_bits": 8, "codebook": True}, {}),
     "heads-of-two-widths": ({"bits": 4, "residual_bits": 4}, WIDE),
     "shared-caches": ({"bits": 4, "residual_bits": 4}, SHARING),
+    "relu2": ({"bits": 4}, {"activation": "relu2", "mlp_bias": True, "num_layers": 3, "bare": (1,)}),
+    "xielu": ({"bits": 3, "residual_bits": 4}, {"activation": "xielu", "intermediate_size": 44}),
 }
 
 
-QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches"}
+QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches", "relu2"}
 """Prompts have two of the others, and norms on both sides stand for those behind; shared caches have a shorter test."""
 
 

@@ -20,6 +20,7 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "gemma-4-31b-4bit": (23, 24, 602),
     "gemma-4-e2b-4bit": (27, 28, 528),
     "gemma-4-26b-a4b-4bit": (40, 43, 572),
+    "nemotron-3-nano-4bit": (32, 37, 383),
     "llama-3-8b-trellis": (17, 18, 322),
     "qwen3.5-4b-trellis": (24, 24, 322),
     "gemma-4-e2b-trellis": (29, 29, 528),

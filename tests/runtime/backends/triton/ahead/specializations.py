@@ -335,23 +335,30 @@ def _norm() -> Iterator[Specialization]:
 
 
 def _gate() -> Iterator[Specialization]:
-    """Llama-3-8B's MLP, with compensation; gpt-oss-20b's experts; Gemma 4 E2B's embeddings of the blocks' own."""
-    plain = {"GELU": False, "LIMIT": 0.0}
-    for name, gelu in (("", False), (" gelu", True)):
-        constants = {"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": gelu, "LIMIT": 0.0, "factors_ptr": None}
-        yield _one(f"gate I14336{name}", gate._gate_kernel, constants)
-        yield _one(f"gate I14336{name} rotated", gate._gate_kernel, constants, types=_ROTATED)
-    constants = {"WIDTH": 2880, "BLOCK_I": gate.BLOCK_I, "GELU": False, "LIMIT": 7.0}
-    yield _one("gate I2880 clamped", gate._gate_kernel, constants)
+    """Llama-3-8B's MLP, with compensation; AFM-4.5B's and Apertus 8B's, which have no gate; gpt-oss-20b's and Nemotron
+    3 Nano's experts; Gemma 4 E2B's embeddings of the blocks' own."""
+    slopes = gate.Slopes("*fp32", "*fp32")
+    for I, kind in ((14336, "silu"), (14336, "gelu_tanh"), (18432, "relu2"), (21504, "xielu")):
+        name = f"gate I{I}" + ("" if kind == "silu" else f" {kind.removesuffix('_tanh')}")
+        constants = {"WIDTH": I, "BLOCK_I": gate.BLOCK_I, "KIND": kind, "LIMIT": 0.0, "factors_ptr": None}
+        types: dict[str, Types] = {"slopes": slopes if kind == "xielu" else _ABSENT}
+        yield _one(name, gate._gate_kernel, constants, types=types)
+        yield _one(f"{name} rotated", gate._gate_kernel, constants, types={**types, **_ROTATED})
+        if kind == "gelu_tanh":
+            continue
+        shape, warps = activations.rounding_shape(I, 128)
+        constants = {"WIDTH": I, "shape": shape, "KIND": kind, "LIMIT": 0.0}
+        yield _one(f"{name} int8", gate._gate_round_kernel, constants, warps, types=types, options=_ROUNDED)
+    for I, kind, limit in ((2880, "clamped_silu", 7.0), (1856, "relu2", 0.0)):
+        constants = {"WIDTH": I, "BLOCK_I": gate.BLOCK_I, "KIND": kind, "LIMIT": limit}
+        name = f"gate I{I} {kind.removesuffix('_silu')}"
+        yield _one(name, gate._gate_kernel, constants, types={"slopes": _ABSENT})
     own = gate.OwnTokens("*fp16", "i32", "*fp32", "fp32")
     types = {"gates": _PROJECTED, "context": _PROJECTED, "tokens": own}
-    constants = {"WIDTH": 256, "BLOCK_I": 256, "GELU": True, "LIMIT": 0.0}
+    constants = {"WIDTH": 256, "BLOCK_I": 256, "KIND": "gelu_tanh", "LIMIT": 0.0}
     yield _one("gate P256", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
     types |= _ROTATED
     yield _one("gate P256 rotated", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
-    shape, warps = activations.rounding_shape(14336, 128)
-    constants = {"WIDTH": 14336, "shape": shape, **plain}
-    yield _one("gate I14336 int8", gate._gate_round_kernel, constants, warps, options=_ROUNDED)
 
 
 def _heads() -> Iterator[Specialization]:
