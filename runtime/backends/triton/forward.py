@@ -93,9 +93,11 @@ class Pass(Interpreter[Value]):
     def read(self, node: Node) -> Value:
         """First adds the outputs that wait to the residual stream.
 
-        Norms of what routers read are left to these.
+        Norms of what routers read are left to these. What two layers read one behind the other is there for both.
         """
-        (source,) = node.inputs
+        (source,), latest = node.inputs, next(reversed(self.values))
+        if latest.kind == "linear" and self._same(latest.inputs[0], node):
+            return self.of(latest)
         if source.kind == "tokens":
             return self._input(self.of(node).tensor, self.of(node).left)
         if node.norm.endswith("router_norm"):
@@ -103,6 +105,11 @@ class Pass(Interpreter[Value]):
             return self.of(node)
         gathered = source.kind == "rows"
         return self._read(source.inputs[0] if gathered else source, node.norm, gathered=gathered)
+
+    def _same(self, one: Node, other: Node) -> bool:
+        """Whether two nodes read the same of the stream."""
+        norms = self._model.norms
+        return one.inputs == other.inputs and one.kind == "read" and norms.get(one.norm) is norms.get(other.norm)
 
     def leave(self, node: Node) -> Value:
         """First adds the outputs that wait to the residual stream."""
@@ -131,16 +138,16 @@ class Pass(Interpreter[Value]):
         found = RowNorms(norms[name] if name else None, eps, added_eps=self._spec.eps_of("o_norm"))
         if add is None:
             return found
-        _, y = add.inputs
-        both = None
+        x, y = add.inputs
+        both, added = None, norms.get(add.norm)
         if y.kind == "add":  # of two outputs, each of which passes a norm
             beside = self.of(y, 1)
             both = Beside(beside.tensor, beside.dec, norms[y.norm], norms[y.inputs[0].norm])
-        return found._replace(
-            added=norms[add.norm] if add.norm else None,
-            beside=both,
-            scale=norms[add.scale] if add.scale else self._model.one,
-        )
+        elif x is not self._applied:  # to which another output is added
+            beside = self.of(x, 1)
+            both, added = Beside(beside.tensor, beside.dec, norms.get(x.norm), added), None
+        scale = norms[add.scale] if add.scale else self._model.one
+        return found._replace(added=added, beside=both, scale=scale)
 
     def linear(self, node: Node) -> Value:
         x, name, linear = self._read_by(node), node.name, self._model.linears[node.name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import DeltaSpec, ModelSpec, expert_of
+from models.spec import MLP_TYPES, STATE_O, STATE_QKV, DeltaSpec, ModelSpec, expert_of
 from models.trellis import STATE_BITS
 from runtime.kv.states import WAITING
 
@@ -122,13 +122,13 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     a `trellis` rotated.
     """
     blocks = range(spec.num_layers)
-    shapes = [spec.linear_shape(name) for layer in blocks for name in spec.block_linears(layer, experts=0)]
+    names = [name for layer in blocks for name in spec.block_linears(layer, experts=0)]
+    shapes = [spec.linear_shape(name) for name in names]
     heads = [spec.heads_of(layer) for layer in blocks]
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
-    beside = spec.mixture is not None and spec.mixture.parallel_mlp
-    kept = max(spec.token_width, spec.hidden_size if beside else 0)
+    kept = max((N for name, (N, _) in zip(names, shapes, strict=True) if is_kept(spec, name)), default=0)
     embedded = spec.hidden_size if spec.token_width else 0
     inputs, logits = 0 if spec.delta is None else spec.delta.inputs, spec.vocab_size if spec.has_head else 0
     chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
@@ -172,8 +172,11 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
 def is_kept(spec: ModelSpec, name: str) -> bool:
     """Whether the output of a linear layer, `layers.3.down`, is read when that of another one is there, too.
 
-    The stream's part of a gate waits for the tokens', and an MLP for the experts beside it.
+    The stream's part of a gate waits for the tokens', and an MLP for the experts beside it. Of an MLP and attention, or
+    a state and attention, side by side, what the first is to make of its `gate_up` or `qkv` waits, and then its output.
     """
+    if name.endswith(MLP_TYPES if spec.parallel else (STATE_QKV, STATE_O)):
+        return True
     if spec.mixture is not None and spec.mixture.parallel_mlp and name.endswith(".down") and expert_of(name) is None:
         return spec.has_experts(int(name.split(".")[1])) and not name.endswith("inner.down")
     return name.endswith("inner.gate_up")

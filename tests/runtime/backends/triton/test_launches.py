@@ -15,6 +15,8 @@ BLOCKS = {
     "llama-3-8b-trellis": {f"{ATTENTION} {MLP}"},
     "gpt-oss-20b-4bit": {f"{ATTENTION} {EXPERTS}"},
     "qwen3.5-4b-trellis": {f"{RULE} {MLP}", f"{ATTENTION} {MLP}"},
+    "command-r7b-trellis": {"add_norm gemv gemv heads attend merge gemv gate gemv"},
+    "falcon-h1-0.5b-4bit": {f"add_norm gemv gemv mix recur finish gemv heads attend merge gemv {MLP}"},
     "gemma-4-e2b-trellis": {f"{ATTENTION} {MLP} {OWN}"},
 }
 

@@ -94,6 +94,8 @@ _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 """Qwen3.5 4B's."""
 _MAMBA = DeltaSpec(key_heads=1, value_heads=48, key_dim=128, value_dim=64, mamba=True)
 """Granite 4 h-tiny's."""
+_BESIDE_ATTENTION = DeltaSpec(key_heads=1, value_heads=24, key_dim=128, value_dim=64, mamba=True, normed=False)
+"""Falcon-H1 0.5B's."""
 _MIXTURE = MixtureSpec(experts=128, chosen=8, width=768, normalized=True)
 """Qwen3-30B-A3B's, at 2048 channels."""
 _CORRECTED = MixtureSpec(
@@ -313,12 +315,14 @@ def _activations() -> Iterator[Specialization]:
 
 def _norm() -> Iterator[Specialization]:
     """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rotated, rounded to INT8, and on both sides;
-    of 2816 channels with experts beside an MLP."""
+    of 2816 channels with experts beside an MLP; of 8192 with an MLP beside attention."""
     before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT)
     both = before._replace(added="*fp32")
     beside = both._replace(beside=norm.Beside("*fp32", "*fp32", "*fp32", "*fp32"), scale="*fp32")
+    two = before._replace(beside=norm.Beside("*fp32", "*fp32", _ABSENT, _ABSENT))
     for C, norms, name in (
         (5120, both, " both"),
+        (8192, two, " two"),
         (2816, beside, " beside"),
         *((C, before, "") for C in (2880, 4096, 5120)),
     ):
@@ -328,10 +332,10 @@ def _norm() -> Iterator[Specialization]:
         if C > 2816:
             types = {"norms": norms, **_ROTATED}
             yield _one(f"add_norm C{C}{name} rotated", norm._add_norm_kernel, constants, warps, types=types)
-    for C in (4096, 5120):
+    for C, norms, name in ((4096, before, ""), (5120, before, ""), (8192, two, " two")):
         shape, warps = activations.rounding_shape(C, 128)
-        how = {"types": {"norms": before}, "options": _ROUNDED}
-        yield _one(f"add_norm C{C} int8", norm._add_norm_round_kernel, {"C": C, "shape": shape}, warps, **how)
+        how = {"types": {"norms": norms}, "options": _ROUNDED}
+        yield _one(f"add_norm C{C}{name} int8", norm._add_norm_round_kernel, {"C": C, "shape": shape}, warps, **how)
 
 
 def _gate() -> Iterator[Specialization]:
@@ -567,10 +571,12 @@ def _convolve() -> Iterator[Specialization]:
 
 
 def _delta_rule() -> Iterator[Specialization]:
-    """What the delta rule reads of tokens, the rule itself by rows and by chunks, and what becomes of its outputs."""
+    """What the delta rule reads of tokens, the rule itself by rows and by chunks, and what becomes of its outputs; the
+    last without a norm, too."""
     for rule, bias, skip in ((_RULE, _ABSENT, _ABSENT), (_MAMBA, "*fp32", "*fp32")):
         types = {"recent": recurrent.Recent("*fp32", "*fp32", bias), "rates": recurrent.Rates("*fp32", "*fp32", skip)}
         yield from _rule(rule, types, skip)
+    yield from (one for one in _rule(_BESIDE_ATTENTION, types, skip) if "finish" in one.name)
 
 
 def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Specialization]:
@@ -588,7 +594,7 @@ def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Speci
     for large, stages in (("", delta_chunks.FEW_STAGES), (" large card", delta_chunks.STAGES)):
         own = {"skip_ptr": skip}
         yield _one(f"delta chunk {name}{large}", delta_chunks._chunk_kernel, constants, 1, types=own, num_stages=stages)
-    recent = {"recent": types["recent"]}
+    recent = {"recent": types["recent"], "gain_ptr": "*fp32" if rule.normed else _ABSENT}
     yield _one(f"delta finish {name}", recurrent._finish_kernel, both, 1, types=recent)
     yield _one(f"delta finish {name} rotated", recurrent._finish_kernel, both, 1, types={**recent, **_ROTATED})
 
