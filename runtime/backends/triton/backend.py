@@ -136,8 +136,6 @@ def _check(spec: ModelSpec) -> None:
         raise BackendError(f"there are no GPU kernels for the latent attention of {spec.family} models")
     if spec.altup is not None:
         raise BackendError(f"there are no GPU kernels for the streams (AltUp) of {spec.family} models")
-    if spec.query_heads or spec.gate_form != "sigmoid":
-        raise BackendError(f"there are no GPU kernels for the heads and gates of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -210,6 +210,7 @@ class Pass(Interpreter[Value]):
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
             gates=_gates(qkv, spec.attention_widths(layer)[-1]) if spec.gated else None,
+            softplus=spec.gate_form == "softplus",
         )
         return self._input(out, left)
 

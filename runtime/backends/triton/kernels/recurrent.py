@@ -24,7 +24,14 @@ import triton
 import triton.language as tl
 
 from models.spec import DeltaSpec
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_left, to_half
+from runtime.backends.triton.kernels.activations import (
+    Projected,
+    projected_at,
+    sigmoid,
+    softplus,
+    store_left,
+    to_half,
+)
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.delta_chunks import (
     BLOCK_V,
@@ -279,10 +286,10 @@ def _mix_kernel(
             mask_h = offs_h < VALUES
             a = _entered(source, row, back, CHANNELS + VALUES + offs_h, mask_h, taps, STRIDE)
             a += tl.load(rates.dt + offs_h, mask=mask_h, other=0.0)
-            softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * softplus
+            steps = softplus(a)
+            log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * steps
             if heads.MAMBA:
-                beta = softplus
+                beta = steps
             else:
                 beta = heads.MOST * sigmoid(_entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE))
             tl.store(out + CHANNELS + offs_h, beta, mask=mask_h)

@@ -123,7 +123,6 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     [
         (LATENTS, "latent attention"),
         (STREAMS, "streams"),
-        ({"gated": True, "gate_form": "softplus"}, "heads and gates"),
     ],
 )
 def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(

@@ -69,6 +69,16 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared-caches": ({"bits": 4, "residual_bits": 4}, SHARING),
     "relu2": ({"bits": 4}, {"activation": "relu2", "mlp_bias": True, "num_layers": 3, "bare": (1,)}),
     "attention-beside-mlp": ({"bits": 4}, {"parallel": True, "num_layers": 2, "windows": (3, None)}),
+    "heads-that-differ": (
+        {"bits": 4},
+        {
+            "num_layers": 2,
+            "query_heads": (1, 3),
+            "windows": (3, None),
+            "gate_form": "softplus",
+            **dict.fromkeys(("gated", "head_gates", "qk_norm"), True),
+        },
+    ),
     "xielu": ({"bits": 3, "residual_bits": 4}, {"activation": "xielu", "intermediate_size": 44}),
 }
 

@@ -23,6 +23,7 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "nemotron-3-nano-4bit": (32, 37, 383),
     "llama-3-8b-trellis": (17, 18, 322),
     "qwen3.5-4b-trellis": (24, 24, 322),
+    "laguna-xs-4bit": (32, 37, 597),
     "falcon-h1-0.5b-4bit": (23, 24, 542),
     "command-r7b-trellis": (23, 23, 290),
     "gemma-4-e2b-trellis": (29, 29, 528),

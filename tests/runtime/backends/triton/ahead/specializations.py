@@ -88,6 +88,8 @@ _OSS = {"H": 64, "H_kv": 8, "D": 64}
 """Of gpt-oss-20b."""
 _LFM3 = {"H": 16, "H_kv": 4, "D": 128}
 """Heads of LFM3 1.7B."""
+_LAGUNA = {"H": 48, "H_kv": 8, "D": 128}
+"""Of Laguna XS.2's blocks without a window."""
 _WIDE = {"H": 32, "H_kv": 4, "D": 512}
 """Of Gemma 4 31B's blocks without a window."""
 _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
@@ -414,8 +416,8 @@ def _heads_name(H: int, H_kv: int, D: int) -> str:
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
-    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads; heads of 512 channels
-    as Gemma 4 31B has over many kinds of cache."""
+    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; heads of Qwen3.5 4B, Laguna XS.2 and LFM2 1.2B, and those
+    of 512 channels that Gemma 4 31B has over many kinds of cache."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -433,6 +435,7 @@ def _attention() -> Iterator[Specialization]:
         yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
         yield _attend(use, "int4", M, **_OSS, sliding=True)
         yield _attend(use, "int4", M, **_QWEN35)
+        yield _attend(use, "int4", M, **_LAGUNA)
         yield _attend(use, "int4", M, **{**_LLAMA, "D": 64})
     for H, H_kv, D, more in (
         (32, 8, 128, ""),
@@ -444,11 +447,13 @@ def _attention() -> Iterator[Specialization]:
         *((H, H_kv, D, " rotated") for H, H_kv, D in ((32, 8, 128), (16, 8, 256), (32, 4, 512), (9, 3, 64))),
         (16, 4, 256, " gates rotated"),
         (16, 4, 128, " gates of heads"),
+        (64, 8, 128, " soft gates of heads"),
+        (64, 8, 128, " soft gates of heads rotated"),
     ):
         yield _one(
             f"attend merge {_heads_name(H, H_kv, D)}{more}",
             attention._merge_kernel,
-            {"H": H, "D": D, "EACH": D if "heads" in more else 1, "BLOCK_S": attention._MERGED},
+            {"H": H, "D": D, "BLOCK_S": attention._MERGED, "EACH": D if "heads" in more else 1, "SOFT": "soft" in more},
             attention._MERGE_WARPS,
             types={
                 "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp16" if "rotated" in more else "*fp32"),
