@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from models.packed import Weights
 from models.progress import ProgressCallback, ignore_progress
 from models.recipe import INTEGERS
-from models.spec import UNGATED, ModelSpec, expert_of
+from models.spec import ModelSpec, expert_of
 from runtime.backends import ONLY_CPU, Device, Footprint, ModelSizes, Presence
 from runtime.backends.decoder import Decoder, DecoderOptions
 from runtime.backends.triton import gpu
@@ -134,13 +134,6 @@ class TritonBackend:
 def _check(spec: ModelSpec) -> None:
     if spec.altup is not None:
         raise BackendError(f"there are no GPU kernels for the streams (AltUp) of {spec.family} models")
-    beside = "attention and MLP" if spec.parallel else "attention and a state" if "both" in spec.mixers else ""
-    if beside:
-        raise BackendError(f"there are no GPU kernels for {beside} side by side in {spec.family} models")
-    if spec.query_heads or spec.gate_form != "sigmoid":
-        raise BackendError(f"there are no GPU kernels for the heads and gates of {spec.family} models")
-    if spec.activation in UNGATED:
-        raise BackendError(f"there are no GPU kernels for the MLPs without gates of {spec.family} models")
 
 
 BACKEND = TritonBackend()

@@ -93,9 +93,11 @@ class Pass(Interpreter[Value]):
     def read(self, node: Node) -> Value:
         """First adds the outputs that wait to the residual stream.
 
-        Norms of what routers read are left to these.
+        Norms of what routers read are left to these. What two layers read one behind the other is there for both.
         """
-        (source,) = node.inputs
+        (source,), latest = node.inputs, next(reversed(self.values))
+        if latest.kind == "linear" and self._same(latest.inputs[0], node):
+            return self.of(latest)
         if source.kind == "linear":
             return self._latent(node)
         if source.kind == "tokens":
@@ -105,6 +107,11 @@ class Pass(Interpreter[Value]):
             return self.of(node)
         gathered = source.kind == "rows"
         return self._read(source.inputs[0] if gathered else source, node.norm, gathered=gathered)
+
+    def _same(self, one: Node, other: Node) -> bool:
+        """Whether two nodes read the same of the stream."""
+        norms = self._model.norms
+        return one.inputs == other.inputs and one.kind == "read" and norms.get(one.norm) is norms.get(other.norm)
 
     def _latent(self, node: Node) -> Value:
         """The latent that queries are made of, the first channels of a projection, through its norm."""
@@ -141,16 +148,16 @@ class Pass(Interpreter[Value]):
         found = RowNorms(norms[name] if name else None, eps, added_eps=self._spec.eps_of("o_norm"))
         if add is None:
             return found
-        _, y = add.inputs
-        both = None
+        x, y = add.inputs
+        both, added = None, norms.get(add.norm)
         if y.kind == "add":  # of two outputs, each of which passes a norm
             beside = self.of(y, 1)
             both = Beside(beside.tensor, beside.dec, norms[y.norm], norms[y.inputs[0].norm])
-        return found._replace(
-            added=norms[add.norm] if add.norm else None,
-            beside=both,
-            scale=norms[add.scale] if add.scale else self._model.one,
-        )
+        elif x is not self._applied:  # to which another output is added
+            beside = self.of(x, 1)
+            both, added = Beside(beside.tensor, beside.dec, norms.get(x.norm), added), None
+        scale = norms[add.scale] if add.scale else self._model.one
+        return found._replace(added=added, beside=both, scale=scale)
 
     def linear(self, node: Node) -> Value:
         x, name, linear = self._read_by(node), node.name, self._model.linears[node.name]
@@ -212,6 +219,7 @@ class Pass(Interpreter[Value]):
             cap=spec.score_cap,
             sinks=model.norms[f"layers.{layer}.sinks"] if spec.sinks else None,
             gates=_last(qkv, spec.attention_widths(layer)[-1]) if spec.gated else None,
+            softplus=spec.gate_form == "softplus",
         )
         return self._input(out, left)
 
@@ -247,20 +255,19 @@ class Pass(Interpreter[Value]):
 
     def gate(self, node: Node) -> Value:
         spec, M, x = self._spec, self._M, self.of(node)
-        both = len(node.inputs) == 1
-        width = x.tensor.shape[1] // (2 if both else 1)
-        out = self._buffers.input(M, width)
-        gelu, limit = spec.activation == "gelu_tanh", spec.gate_limit
-        if both:
+        alone = len(node.inputs) == 1
+        width = x.tensor.shape[1] // (spec.mlp_parts if alone else 1)
+        out, how = self._buffers.input(M, width), self._model.activation(node.layer)
+        if alone:
             left = self._buffers.left(M, width)
-            gate(x.tensor, x.dec, out, left, gelu=gelu, limit=limit)
+            gate(x.tensor, x.dec, out, left, how=how)
             return Value(out, left=left)
         add = node.inputs[1]
         own = self.of(add).tensor
         tokens = OwnTokens(own, own.stride(0), self._model.norms[add.norm], spec.eps_of(add.norm))
         gates, context = (Projected(each.tensor, each.dec) for each in (x, self.of(add, 1)))
         by_rows = self._buffers.left_by_heads(M, width, RUN)
-        token_gate(gates, context, tokens, out, by_rows, gelu=gelu, limit=limit)
+        token_gate(gates, context, tokens, out, by_rows, how=how)
         return self._input(out, by_rows)
 
     norm = add = rows = cap = Interpreter.left  # the norm that follows, `token_gate` and `finish` do these

@@ -12,12 +12,13 @@ import torch
 
 from models.packed import PackedLinear, Weights
 from models.rope import query_growth, tables
-from models.spec import RopeSpec, expert_of, first_expert, router_of
+from models.spec import XIELU_SLOPES, RopeSpec, expert_of, first_expert, router_of
 from runtime.backends.decoder import DecoderOptions
 from runtime.backends.experts import hottest
 from runtime.backends.operations.channels import k_chunk_of, layer_kind
 from runtime.backends.triton.cache import GpuCache
 from runtime.backends.triton.experts import GpuExperts, HostRecords, stack
+from runtime.backends.triton.kernels.gate import How, Slopes
 from runtime.backends.triton.kernels.recurrent import DeltaLayer, Rates, Recent
 from runtime.backends.triton.kernels.residual_gemm import Shared, Staging
 from runtime.backends.triton.kernels.rope import Basis, Rope
@@ -89,6 +90,11 @@ class GpuModel:
         self.copied = torch.empty(0, dtype=torch.int32, device=device)
         """int32, where several rows of a step share the residuals that they fetch."""
         self.norms = {name: self._move(np.array(weights.vector(name), np.float32)) for name in spec.vector_names()}
+        """Vectors by name. Those of attention and of an MLP beside it are one where they are equal."""
+        for layer in range(spec.num_layers if spec.parallel else 0):
+            one, other = (f"layers.{layer}.{of}_norm" for of in ("input", "post"))
+            if np.array_equal(weights.vector(one), weights.vector(other)):
+                self.norms[other] = self.norms[one]
         self.one = torch.ones(1, device=device) if spec.scaled else None
         """float32 [1], by which the stream is multiplied within a block, where it is by a number of each at its end."""
         self.placement = self._placement()
@@ -121,7 +127,7 @@ class GpuModel:
         """Of each layer with a cache."""
         self.recent = {layer: self._recent(layer) for layer in spec.state_layers}
         """Convolutions of layers with a state, and the tokens that these remember."""
-        self.deltas = {layer: self._delta(layer) for layer in spec.state_layers if spec.mixer(layer) == "delta"}
+        self.deltas = {layer: self._delta(layer) for layer in spec.state_layers if spec.delta is not None}
         """Delta rules of layers."""
 
     @property
@@ -261,10 +267,16 @@ class GpuModel:
     def _delta(self, layer: int) -> DeltaLayer:
         assert self.spec.delta is not None
         assert self.cache.states is not None
-        decay, dt, gain = (self.norms[f"layers.{layer}.{name}"] for name in ("decay", "dt", "gain"))
+        decay, dt, skip, gain = (self.norms.get(f"layers.{layer}.{name}") for name in ("decay", "dt", "skip", "gain"))
         matrices = self.cache.states.matrices[layer]
-        rates = Rates(decay, dt, self.norms.get(f"layers.{layer}.skip"))
+        rates = Rates(decay, dt, skip)
         return DeltaLayer(self.spec.delta, self.recent[layer], rates, gain, self.spec.gain_eps, matrices)
+
+    def activation(self, layer: int) -> How:
+        """That of a block's MLP or experts."""
+        slopes = (self.norms[f"layers.{layer}.{own}"] for own in XIELU_SLOPES)
+        kind = self.spec.activation
+        return How(kind, self.spec.gate_limit, Slopes(*slopes) if kind == "xielu" else None)
 
     def _check_residuals(self, wanted: Mapping[str, int]) -> None:
         """Raise a `RequestError` if a layer to be compensated has no residuals."""

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from runtime.backends.decoder import CompensationMode
-from runtime.backends.triton.buffers import Buffers, RoutingBuffers, Value
+from runtime.backends.triton.buffers import Buffers, Value
 from runtime.backends.triton.experts import GpuExperts
 from runtime.backends.triton.kernels.activations import Tokens, rotate
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate, compensate_experts, in_one
@@ -165,13 +165,13 @@ class Mixture:
         route(routed.tensor, self._model.routers[layer], chosen, buffers.main)
         gate_up, down = (self._model.linears[f"layers.{layer}.experts.0.{kind}"] for kind in ("gate_up", "down"))
         if M > SUMMED_ROWS:
-            return self._many(x, gate_up, down, chosen, buffers.routing)
+            return self._many(x, gate_up, down, chosen, layer)
         if self._model.placement is not None:
             self._model.placement.admit(layer, chosen.chosen)
         pairs = chosen.chosen.numel()
         inner = self.product(gate_up, x, chosen.chosen, buffers.output(pairs, gate_up.weight.shape[0]))
         out = buffers.output(M, self._spec.hidden_size)
-        return self.product(down, self._gate(inner, chosen), chosen.chosen, out, shares=chosen.shares)
+        return self.product(down, self._gate(inner, chosen, layer), chosen.chosen, out, shares=chosen.shares)
 
     def product(
         self, linear: Linear, x: Value, chosen: torch.Tensor, out: torch.Tensor, *, shares: torch.Tensor | None = None
@@ -190,10 +190,12 @@ class Mixture:
         _beside(base, compensation, out, dec, buffers, self._side)
         return Value(out, dec)
 
-    def _many(self, x: Value, gate_up: Linear, down: Linear, routed: Routed, routing: RoutingBuffers) -> Value:
+    def _many(self, x: Value, gate_up: Linear, down: Linear, routed: Routed, layer: int) -> Value:
         """The experts of a prompt's rows, in groups of one expert."""
         M, each = routed.chosen.shape
         buffers, pairs, width = self._buffers, M * each, self._spec.hidden_size
+        routing = buffers.routing
+        assert routing is not None
         assert self._spec.mixture is not None
         block_m = block_of(pairs, self._spec.mixture.num_experts)
         groups = routing.groups(M, block_m)
@@ -203,7 +205,7 @@ class Mixture:
         selection = self._selection(gate_up)
         if self._way == "rows" and selection is not None:
             self._compensate(gate_up, selection, x.tensor, routed.chosen, Output(out, out), buffers.main)
-        inner = self._gate(Value(out), routed)
+        inner = self._gate(Value(out), routed, layer)
         parts, mixed = buffers.output(pairs, width), routing.mixed(M)
         self._grouped(down, inner, groups, parts, each=1, block_m=block_m, shares=routed.shares)
         sum_up(parts, mixed)
@@ -231,12 +233,12 @@ class Mixture:
             staged = self._model.staging.take()
             multiply_experts(x.tensor, linear.shared, staged, groups, out, each=each, block_m=block_m)
 
-    def _gate(self, inner: Value, routed: Routed) -> Value:
+    def _gate(self, inner: Value, routed: Routed, layer: int) -> Value:
         """The gate of each pair, times its share."""
-        (M, each), width, spec = routed.chosen.shape, inner.tensor.shape[1] // 2, self._spec
+        (M, each), spec = routed.chosen.shape, self._spec
+        width, how = inner.tensor.shape[1] // spec.mlp_parts, self._model.activation(layer)
         out, left = self._buffers.input(M * each, width), self._buffers.left(M, width, each=each)
-        gelu, factors = spec.activation == "gelu_tanh", routed.shares.view(-1)
-        gate(inner.tensor, inner.dec, out, left, factors=factors, gelu=gelu, limit=spec.gate_limit)
+        gate(inner.tensor, inner.dec, out, left, how=how, factors=routed.shares.view(-1))
         return Value(out, left=left)
 
     def _selection(self, linear: Linear) -> Selection | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 from models.recipe import Recipe
 from models.rope import table_bytes
-from models.spec import MLP_TYPES, QUERIES, TOKEN_LINEARS, DeltaSpec, ModelSpec, expert_of
+from models.spec import MLP_TYPES, QUERIES, STATE_O, STATE_QKV, DeltaSpec, ModelSpec, expert_of
 from models.trellis import STATE_BITS
 from runtime.kv.states import WAITING
 
@@ -122,13 +122,13 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
     a `trellis` rotated.
     """
     blocks = range(spec.num_layers)
-    names = [f"layers.{layer}.{kind}" for layer in blocks for kind in _kinds(spec, layer)]
+    names = [name for layer in blocks for name in spec.block_linears(layer, experts=0)]
     shapes = [spec.linear_shape(name) for name in names]
     heads = [spec.heads_of(layer) for layer in blocks]
     widest, longest = max(N for N, _ in shapes), max(K for _, K in shapes)
     token = 0 if token_group is None else token_width(longest, token_group)
     few, concurrent = min(rows, SUMMED_ROWS), min(rows, CONCURRENT_ROWS)
-    kept = max((N for (N, _), name in zip(shapes, names, strict=True) if is_kept(spec, name)), default=0)
+    kept = max((N for name, (N, _) in zip(names, shapes, strict=True) if is_kept(spec, name)), default=0)
     embedded = spec.hidden_size if spec.token_width else 0
     inputs, logits = 0 if spec.delta is None else spec.delta.inputs, spec.vocab_size if spec.has_head else 0
     chunks = 0 if spec.delta is None else rows * chunk_numbers(spec.delta)
@@ -163,25 +163,21 @@ def buffer_sizes(spec: ModelSpec, rows: int, token_group: int | None = None, *, 
         inputs=max(sizes.inputs, pairs * width),
         rotated=max(sizes.rotated, pairs * PIECE * pieces(width)) if trellis else 0,
         sums=0 if trellis else max(sizes.sums, few * read * pieces(width)),
-        output=max(sizes.output, 2 * pairs * width, parts),
-        compensation=max(sizes.compensation, 2 * concurrent * read * width),
+        output=max(sizes.output, spec.mlp_parts * pairs * width, parts),
+        compensation=max(sizes.compensation, spec.mlp_parts * concurrent * read * width),
         scratch=max(sizes.scratch, few * read * C),
     )
-
-
-def _kinds(spec: ModelSpec, layer: int) -> tuple[str, ...]:
-    """The linear layers of a block but those of experts."""
-    replaced = spec.mixture is not None and spec.has_experts(layer) and not spec.mixture.parallel_mlp
-    own = (*(() if replaced else MLP_TYPES), *(TOKEN_LINEARS if spec.token_width else ()))
-    return ("qkv", "o", *((QUERIES,) if spec.latent and spec.latent.query_rank else ()), *own)
 
 
 def is_kept(spec: ModelSpec, name: str) -> bool:
     """Whether the output of a linear layer, `layers.3.down`, is read when that of another one is there, too.
 
     The stream's part of a gate waits for the tokens', an MLP for the experts beside it, and keys and values for queries
-    that are made of a latent.
+    that are made of a latent. Of an MLP and attention, or a state and attention, side by side, what the first is to
+    make of its `gate_up` or `qkv` waits, and then its output.
     """
+    if name.endswith(MLP_TYPES if spec.parallel else (STATE_QKV, STATE_O)):
+        return True
     if name.endswith(".qkv"):
         return spec.latent is not None and spec.latent.query_rank > 0 and not name.endswith(QUERIES)
     if spec.mixture is not None and spec.mixture.parallel_mlp and name.endswith(".down") and expert_of(name) is None:

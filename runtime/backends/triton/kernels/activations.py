@@ -238,6 +238,12 @@ def spaced(y: torch.Tensor, dec: torch.Tensor | None, each: int = 1) -> Spaced:
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), without an overflow."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), without an overflow."""
     falling = tl.exp(-tl.abs(x))

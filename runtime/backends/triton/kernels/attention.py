@@ -26,7 +26,15 @@ import triton
 import triton.language as tl
 
 from runtime.backends.triton import sizes
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, spaced, store_left, to_half
+from runtime.backends.triton.kernels.activations import (
+    Projected,
+    projected_at,
+    sigmoid,
+    softplus,
+    spaced,
+    store_left,
+    to_half,
+)
 from runtime.backends.triton.kernels.attention_blocks import Blocks, HeadCache, Queries, Softmax, visit_slot
 from runtime.backends.triton.kernels.cache import LayerPages, LayerTensors, Rows, moved, power_of_two
 from runtime.backends.triton.workspace import Workspace, capability
@@ -420,11 +428,11 @@ def _attend_kernel(
 @triton.jit(do_not_specialize=["given", "M", "splits", "rows"])
 def _merge_kernel(
     merged, sinks_ptr, gates, given, M, splits, rows,
-    H: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, BLOCK_S: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, SOFT: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (m, h) merges the splits of query head h of row m, in a tile of `rows` rows. sinks [H]; see `Merged`.
 
-    `gates` is `Spaced`, or None; one is of `EACH` channels.
+    `gates` is `Spaced`, or None; one is of `EACH` channels, and its softplus counts if `SOFT`, else its sigmoid.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     head = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
@@ -456,7 +464,8 @@ def _merge_kernel(
     x = tl.where(mask_d, acc / weights, 0.0)
     if gates is not None:
         offs = tl.program_id(0).to(tl.int64) * gates.stride + (tl.program_id(1) * D + offs_d) // EACH
-        x *= sigmoid(projected_at(gates.projected, offs, mask_d, given & _COMPENSATED))
+        opened = projected_at(gates.projected, offs, mask_d, given & _COMPENSATED)
+        x *= softplus(opened) if SOFT else sigmoid(opened)
     x = to_half(x)
     tl.store(merged.x + head * D + offs_d, x, mask=mask_d)
     if D % 32 == 0:  # noqa: SIM102 - a constant and a number of the device
@@ -477,6 +486,8 @@ class How(TypedDict, total=False):
     gates: Projected | None
     """float32 [M, H * D] or [M, H], numbers whose sigmoids x or its heads are multiplied by, and their compensation, or
     None; None = none. Rows may be further apart."""
+    softplus: bool
+    """Whether it is their softplus instead."""
 
 
 def attend(
@@ -533,7 +544,7 @@ def attend(
         _merge_kernel[(some, H)](
             merged, sinks, None if gates is None else spaced(*(_from(start, each) for each in gates)), given, some,
             splits, config.rows, H=H, D=dim, EACH=1 if gates is None else x.shape[1] // gates.y.shape[1],
-            BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
+            SOFT=how.get("softplus", False), BLOCK_S=_MERGED, num_warps=_MERGE_WARPS,
         )  # fmt: skip
 
 

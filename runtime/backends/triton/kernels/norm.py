@@ -1,8 +1,8 @@
 """Residual addition and the following RMSNorm, in one pass over a row, on the GPU.
 
 What is added may pass a norm of its own first, and what follows may be none: so norms before, behind and on both sides
-of attention and MLP take one launch, and so do experts beside an MLP, whose outputs both pass a norm before they are
-added up. The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
+of attention and MLP take one launch, and so do two outputs that are added, as of experts beside an MLP, where both pass
+a norm before. The first norm of a step also initializes the residual stream, with the embeddings of the step's tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ that a model needs one kernel; pointers that are not given are not read."""
 
 
 class Beside(NamedTuple):
-    """An output that is added beside another, and the norms that both pass before."""
+    """An output that is added beside another, and the norms that both pass before; None: it is added as it is."""
 
     y: Any  # float32 [M, C]
     dec: Any  # float32 [M, C], its compensation; None: there is none
@@ -106,8 +106,11 @@ def _normed_row(pointers, norms, given, C: tl.constexpr, BLOCK_C: tl.constexpr):
     if norms.beside is not None:
         other = tl.load(norms.beside.y + offs, mask=mask_c, other=0.0)
         other += tl.load(norms.beside.dec + offs, mask=mask_c & ((given & _BOTH) != 0), other=0.0)
-        y = normalized(y, norms.beside.other, norms.added_eps, C, BLOCK_C)
-        y += normalized(other, norms.beside.weight, norms.added_eps, C, BLOCK_C)
+        if norms.beside.other is not None:
+            y = normalized(y, norms.beside.other, norms.added_eps, C, BLOCK_C)
+        if norms.beside.weight is not None:
+            other = normalized(other, norms.beside.weight, norms.added_eps, C, BLOCK_C)
+        y += other
     if norms.added is not None:
         y = normalized(y, norms.added, norms.added_eps, C, BLOCK_C)
     h += y
@@ -131,8 +134,8 @@ def add_norm(
     """Add y + dec to the residual stream, then x = h / sqrt(mean(h²) + eps) * weight, rounded to half precision.
 
     With `norms.added`, y + dec is normalized likewise before it is added; without `norms.weight`, x = h. With
-    `norms.beside`, what is added is the sum of that output and y + dec, both normalized. With `norms.scale`, h is the
-    sum times that.
+    `norms.beside`, what is added is the sum of that output and y + dec, maybe both normalized. With `norms.scale`, h is
+    the sum times that.
 
     Args:
         h: float32 [M, C], the residual stream; updated in place, or unchanged with `rows`. Its rows may be further

@@ -24,7 +24,14 @@ import triton
 import triton.language as tl
 
 from models.spec import DeltaSpec
-from runtime.backends.triton.kernels.activations import Projected, projected_at, sigmoid, store_left, to_half
+from runtime.backends.triton.kernels.activations import (
+    Projected,
+    projected_at,
+    sigmoid,
+    softplus,
+    store_left,
+    to_half,
+)
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.delta_chunks import (
     BLOCK_V,
@@ -199,7 +206,8 @@ class DeltaLayer:
     spec: DeltaSpec  # Its heads
     recent: Recent  # Its convolution and ring
     rates: Rates  # Of its decays
-    gain: torch.Tensor  # float32 [DV], weight of the norm of each head's outputs; in Mamba-2 [VALUES * DV]
+    gain: torch.Tensor | None
+    """float32 [DV], weight of the norm of each head's outputs; in Mamba-2 [VALUES * DV]; None: they pass none."""
     eps: float
     matrices: torch.Tensor  # float32 [slots, VALUES, DK, COLUMNS]
 
@@ -278,10 +286,10 @@ def _mix_kernel(
             mask_h = offs_h < VALUES
             a = _entered(source, row, back, CHANNELS + VALUES + offs_h, mask_h, taps, STRIDE)
             a += tl.load(rates.dt + offs_h, mask=mask_h, other=0.0)
-            softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-            log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * softplus
+            steps = softplus(a)
+            log_decay = tl.load(rates.decay + offs_h, mask=mask_h, other=0.0) * steps
             if heads.MAMBA:
-                beta = softplus
+                beta = steps
             else:
                 beta = heads.MOST * sigmoid(_entered(source, row, back, CHANNELS + offs_h, mask_h, taps, STRIDE))
             tl.store(out + CHANNELS + offs_h, beta, mask=mask_h)
@@ -345,14 +353,15 @@ def _finish_kernel(
 ):  # fmt: skip
     """Program (m, h): RMSNorm of the outputs of value head h of row m, times SiLU of its gate. x [M, VALUES * DV].
 
-    In Mamba-2, of those of key head h, which have one norm, once they are multiplied by SiLU of their gates.
+    In Mamba-2, of those of key head h, which have one norm, once they are multiplied by SiLU of their gates. Without a
+    gain there is no norm, and h is a value head.
     left as in `store_left`, where it is wanted. A part of what enters the ring, too.
     """
     INPUTS: tl.constexpr = inputs_of(heads)
     STRIDE: tl.constexpr = stride_of(heads)
     DV: tl.constexpr = heads.DV
     BLOCK_V: tl.constexpr = triton.next_power_of_2(DV)
-    NORMS: tl.constexpr = heads.KEYS if heads.MAMBA else heads.VALUES
+    NORMS: tl.constexpr = heads.KEYS if heads.MAMBA and gain_ptr is not None else heads.VALUES
     SHARED: tl.constexpr = heads.VALUES // NORMS
     PART: tl.constexpr = (INPUTS + NORMS - 1) // NORMS
     BLOCK_P: tl.constexpr = triton.next_power_of_2(PART)
@@ -362,18 +371,21 @@ def _finish_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < DV
     values = mixed.rows + row * INPUTS + 2 * heads.KEYS * heads.DK
-    squares = tl.zeros([BLOCK_V], tl.float32)
+    factor = 1.0
+    if gain_ptr is not None:
+        squares = tl.zeros([BLOCK_V], tl.float32)
+        for head in range(norm * SHARED, (norm + 1) * SHARED):
+            y = tl.load(values + head * DV + offs_v, mask=mask_v, other=0.0)
+            if heads.MAMBA:
+                gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
+                y *= gate * sigmoid(gate)
+            squares += y * y
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / (SHARED * DV) + eps)
     for head in range(norm * SHARED, (norm + 1) * SHARED):
         y = tl.load(values + head * DV + offs_v, mask=mask_v, other=0.0)
-        if heads.MAMBA:
-            gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
-            y *= gate * sigmoid(gate)
-        squares += y * y
-    factor = tl.rsqrt(tl.sum(squares, axis=0) / (SHARED * DV) + eps)
-    for head in range(norm * SHARED, (norm + 1) * SHARED):
-        y = tl.load(values + head * DV + offs_v, mask=mask_v, other=0.0)
-        gain = gain_ptr + (head * DV if heads.MAMBA else 0) + offs_v
-        y *= factor * tl.load(gain, mask=mask_v, other=0.0)
+        if gain_ptr is not None:
+            gain = gain_ptr + (head * DV if heads.MAMBA else 0) + offs_v
+            y *= factor * tl.load(gain, mask=mask_v, other=0.0)
         gate = projected_at(projected, row * STRIDE + INPUTS + head * DV + offs_v, mask_v, compensated)
         x = to_half(y * gate * sigmoid(gate))
         tl.store(x_ptr + (row * heads.VALUES + head) * DV + offs_v, x, mask=mask_v)
@@ -424,7 +436,7 @@ def delta_rule(
         )
     if long := min(most, M // (SMALL_STEP + 1)):
         delta_rule_chunked(mixed, layer.matrices, rows, runs[:long], heads, layer.rates.skip)
-    _finish_kernel[(M, heads.KEYS if heads.MAMBA else heads.VALUES)](
+    _finish_kernel[(M, heads.KEYS if heads.MAMBA and layer.gain is not None else heads.VALUES)](
         projected, rows, layer.recent, layer.gain, mixed, x, y if left is None else left, M, layer.eps, given,
         taps=taps, heads=heads, num_warps=1,
     )  # fmt: skip

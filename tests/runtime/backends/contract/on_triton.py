@@ -9,7 +9,7 @@ from runtime.backends.operations import channels as budget
 from runtime.backends.triton.kernels.activations import Tokens
 from runtime.backends.triton.kernels.cache import Rows
 from runtime.backends.triton.kernels.compensate import LaunchConfig, Output, compensate
-from runtime.backends.triton.kernels.gate import gate
+from runtime.backends.triton.kernels.gate import How, gate
 from runtime.backends.triton.kernels.gemm import gemm
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm
 from runtime.backends.triton.kernels.rope import Basis, HeadNorms, Rope, TurnedNorms, heads
@@ -45,7 +45,8 @@ class TritonKernels:
 
     def gate(self, y: torch.Tensor, *, gelu: bool = False, limit: float = 0.0) -> torch.Tensor:
         x, left = self._activations(len(y), y.shape[1] // 2)
-        gate(y.to(self.device), None, x, left, gelu=gelu, limit=limit)
+        how = How("clamped_silu" if limit else "gelu_tanh" if gelu else "silu", limit)
+        gate(y.to(self.device), None, x, left, how=how)
         assert_left(left, x)
         return x.cpu().float()
 

@@ -65,6 +65,10 @@ _LISTED = {model.title: model.spec for model in CATALOGUE}
 QWEN35, LFM2 = _LISTED["Qwen3.5 4B"], _LISTED["LFM2 1.2B"]
 WIDE, SHARING, BESIDE = (_LISTED[f"Gemma 4 {name}"] for name in ("31B", "E2B", "26B-A4B"))
 """Heads of two widths; shared caches and embeddings of the blocks' own besides; experts beside an MLP."""
+NEMOTRON, COHERE, FALCON, LAGUNA = (
+    _LISTED[name] for name in ("Nemotron 3 Nano 30B-A3B", "Command R7B", "Falcon-H1 0.5B", "Laguna XS.2")
+)
+"""Blocks without experts, and experts without gates; an MLP, and a state beside attention; heads that differ."""
 DEMO = StoredModel.open_folder(demo_path(), "demo")
 FLASH = _LISTED["GLM-4.7-Flash"]
 MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
@@ -80,8 +84,12 @@ MODELS: dict[str, tuple[ModelSpec, Recipe]] = {
     "gemma-4-e2b-4bit": (SHARING, Recipe(bits=4)),
     "gemma-4-26b-a4b-4bit": (BESIDE, Recipe(bits=4)),
     "glm-4.7-flash-4bit": (FLASH, Recipe(bits=4)),
+    "nemotron-3-nano-4bit": (NEMOTRON, Recipe(bits=4)),
     "llama-3-8b-trellis": (LLAMA, Recipe(method="trellis", bits=4)),
     "qwen3.5-4b-trellis": (QWEN35, Recipe(method="trellis", bits=3)),
+    "laguna-xs-4bit": (LAGUNA, Recipe(bits=4)),
+    "falcon-h1-0.5b-4bit": (FALCON, Recipe(bits=4)),
+    "command-r7b-trellis": (COHERE, Recipe(method="trellis", bits=3)),
     "gemma-4-e2b-trellis": (SHARING, Recipe(method="trellis", bits=3)),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.spec import GateForm
 from runtime.backends.operations import layers as reference
 from runtime.backends.triton.kernels import attention as kernels
 from runtime.backends.triton.kernels.activations import Projected
@@ -58,7 +59,7 @@ class _Case:
             out[rows] = reference.attend(self.q[rows].float(), k, v, positions, self.window)
         return out
 
-    def run(self, device: str, workspace: Workspace | None = None, gates: Projected | None = None) -> torch.Tensor:
+    def run(self, device: str, workspace: Workspace | None = None, **how: Any) -> torch.Tensor:
         """The same from the kernel."""
         M, H, D = self.shape
         x = torch.full((M, H * D), torch.nan, dtype=torch.float16, device=device)
@@ -66,7 +67,7 @@ class _Case:
         q, positions, slots = (one.to(device) for one in (self.q.view(M, H * D), self.positions, self.slots))
         rows = Rows(positions, slots)
         left = None if D % 32 else left_of(M, H * D, device, rotated=D % 64 == 0 and D > 64)
-        attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T, left=left, gates=gates)
+        attend(q, pages, rows, self.window, x, workspace or Workspace(device), context=T, left=left, **how)
         if left is not None and bool(x.isfinite().all()):
             assert_left(left, x)
         return x.cpu().float().view(M, H, D)
@@ -185,18 +186,19 @@ def test_many_rows_are_launched_in_parts(device: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("width", [128, 4], ids=["channels", "heads"])
-@pytest.mark.parametrize("compensated", [False, True])
+@pytest.mark.parametrize(("compensated", "form"), [(False, "sigmoid"), (True, "sigmoid"), (True, "softplus")])
 def test_outputs_are_multiplied_by_their_gates(
-    device: str, monkeypatch: pytest.MonkeyPatch, compensated: bool, width: int
+    device: str, monkeypatch: pytest.MonkeyPatch, compensated: bool, form: GateForm, width: int
 ) -> None:
     """The last channels of a wider projection, with and without its compensation, launched in parts."""
     monkeypatch.setattr(kernels, "KEPT_ROWS", 4 * 5)
     case = _Case(_run_of(0, 60, 7), 4, 2, 32, 150)
     y = 3 * torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
     dec = torch.full_like(y, 0.5).to(device) if compensated else None
-    shares = (y + 0.5 if compensated else y)[:, -width:].view(7, 4, -1).sigmoid()
+    shares = (y + 0.5 if compensated else y)[:, -width:].view(7, 4, -1)
+    shares = shares.sigmoid() if form == "sigmoid" else torch.nn.functional.softplus(shares)
     gates = Projected(y.to(device)[:, -width:], dec if dec is None else dec[:, -width:])
-    found = case.run(device, gates=gates)
+    found = case.run(device, gates=gates, softplus=form == "softplus")
     assert_close(found, case.expected() * shares, "half attention")
 
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.architecture import Eager
+from models.spec import UNGATED, Activation
 from runtime.backends.operations.layers import clamped_gate, gelu_gate, rms_norm, silu_gate
 from runtime.backends.triton.kernels.activations import Projected
-from runtime.backends.triton.kernels.gate import BLOCK_I, OwnTokens, gate, token_gate
+from runtime.backends.triton.kernels.gate import BLOCK_I, How, OwnTokens, Slopes, gate, token_gate
 from tests.close import Tolerance, assert_close
 from tests.runtime.backends.triton.operands import assert_left, left_of, poisoned
+from tests.runtime.conftest import make_spec
+
+SUM = Tolerance(rtol=5e-4, atol=1e-6, why="rounded to half precision, after a sum of two float32 terms")
+"""A sum that cancels has the float32 error of its terms."""
 
 
 @pytest.mark.parametrize(("M", "width"), [(1, 172), (3, BLOCK_I + 8)])
@@ -43,7 +49,7 @@ def test_the_clamped_gate_limits_the_compensated_product(device: str) -> None:
     generator, limit = torch.Generator().manual_seed(8), 1.5
     y, dec, shares = (torch.randn(2, *of, generator=generator) for of in ((1200,), (1200,), ()))
     x = torch.full((2, 600), torch.nan, dtype=torch.float16, device=device)
-    gate(y.to(device), dec.to(device), x, factors=shares.to(device), limit=limit)
+    gate(y.to(device), dec.to(device), x, how=How("clamped_silu", limit), factors=shares.to(device))
     wanted = clamped_gate(y[:, :600] + dec[:, :600], y[:, 600:] + dec[:, 600:], limit) * shares[:, None]
     assert_close(x.cpu().float(), wanted, "half")
 
@@ -55,9 +61,42 @@ def test_large_magnitudes_saturate_and_broken_ones_stay_visible(device: str) -> 
     gate(y, None, x)
     assert x[0, :2].tolist() == [0.0, 400.0]
     assert not torch.isfinite(x[0, 2:]).any()
-    gate(y, None, x, limit=2.0)
+    gate(y, None, x, how=How("clamped_silu", 2.0))
     assert torch.isfinite(x[0]).tolist() == [True, True, False, True, False]
     assert_close(x[0, 1].cpu().float(), clamped_gate(torch.tensor(2.0), torch.tensor(2.0), 2.0), "half")
+
+
+@pytest.mark.parametrize("kind", UNGATED)
+def test_an_mlp_without_a_gate_has_its_activation(device: str, kind: Activation) -> None:
+    """Of the compensated product, on both sides of every border; as it is, and times an expert's share."""
+    oracle, width, share = _Ungated(kind), 44, torch.tensor([1.0, 1e-3])
+    y = 3 * torch.randn(2, width, generator=torch.Generator().manual_seed(9))
+    y[0, :9] = torch.tensor([0.0, 1e-3, -1e-3, -0.24, -0.26, -2e-6, -5e-7, -9.0, 20.0])
+    dec = torch.full_like(y, 0.5)
+    y -= dec
+    slopes = Slopes(*(slope.to(device) for slope in oracle.slopes))
+    for factors, rotated in ((None, True), (share, False)):
+        x = poisoned(2, width, dtype=torch.float16, device=device)
+        left = left_of(2, width, device, rotated=rotated)
+        given = None if factors is None else factors.to(device)
+        gate(y.to(device), dec.to(device), x, left, how=How(kind, 0.0, slopes), factors=given)
+        assert_left(left, x)
+        wanted = oracle.activated((y + dec).double(), 0) * (1 if factors is None else factors[:, None])
+        assert_close(x.cpu().float(), wanted.float(), SUM)
+    gate(torch.tensor([[torch.nan, torch.inf]], device=device), None, x[:1, :2], how=How(kind, 0.0, slopes))
+    assert not torch.isfinite(x[0, :2]).any()
+
+
+class _Ungated(Eager):
+    """Activations without gates in plain torch."""
+
+    slopes = torch.tensor([[0.7], [190.0]])
+
+    def __init__(self, kind: Activation) -> None:
+        self.spec = make_spec(activation=kind)
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.slopes[name.endswith("falling") + 0].double()
 
 
 @pytest.mark.parametrize(
@@ -77,10 +116,8 @@ def test_a_block_s_own_embeddings_pass_its_gate(
         Projected(y.to(device), other.to(device) if own else None) for (y, other), own in zip(outputs, dec, strict=True)
     ]
     tokens = OwnTokens(rows.to(device)[:, P : 2 * P], 3 * P, weight.to(device), eps)
-    token_gate(*both, tokens, x, left, gelu=gelu)
+    token_gate(*both, tokens, x, left, how=How("gelu_tanh" if gelu else "silu"))
     assert_left(left, x)
     g, context = (y + other if own else y for (y, other), own in zip(outputs, dec, strict=True))
     up = rows[:, P : 2 * P].float() + rms_norm(context, weight, eps)
-    # A sum that cancels has the float32 error of its terms.
-    near = Tolerance(rtol=5e-4, atol=1e-6, why="rounded to half precision, after a sum of two float32 terms")
-    assert_close(x.cpu().float(), (gelu_gate if gelu else silu_gate)(g, up), near)
+    assert_close(x.cpu().float(), (gelu_gate if gelu else silu_gate)(g, up), SUM)

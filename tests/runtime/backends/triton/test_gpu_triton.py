@@ -26,7 +26,6 @@ from runtime.errors import BackendError, OutOfMemoryError, RequestError
 from runtime.load import plan as opening
 from runtime.load.plan import LoadOptions, LoadPlan, plan_load
 from tests.runtime.conftest import STREAMS, make_model, make_spec
-from tests.runtime.engine.talking import DELTA
 from tuner.detect import MemoryInfo
 from tuner.gpu import GpuInfo, PcieLink
 
@@ -123,10 +122,6 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
     ("changes", "what"),
     [
         (STREAMS, "streams"),
-        ({"activation": "relu2"}, "MLPs without gates"),
-        ({"parallel": True}, "attention and MLP side by side"),
-        ({"gated": True, "gate_form": "softplus"}, "heads and gates"),
-        ({"mixers": ("both", "both"), "delta": DELTA, "conv_kernel_size": 3}, "attention and a state side by side"),
     ],
 )
 def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(

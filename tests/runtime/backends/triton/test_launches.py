@@ -17,6 +17,8 @@ BLOCKS = {
     "gpt-oss-20b-4bit": {f"{ATTENTION} {EXPERTS}"},
     "qwen3.5-4b-trellis": {f"{RULE} {MLP}", f"{ATTENTION} {MLP}"},
     "glm-4.7-flash-4bit": {f"{LATENT} {MLP}", f"{LATENT} {EXPERTS}"},
+    "command-r7b-trellis": {"add_norm gemv gemv heads attend merge gemv gate gemv"},
+    "falcon-h1-0.5b-4bit": {f"add_norm gemv gemv mix recur finish gemv heads attend merge gemv {MLP}"},
     "gemma-4-e2b-trellis": {f"{ATTENTION} {MLP} {OWN}"},
 }
 

@@ -50,6 +50,7 @@ SHAPES: dict[str, tuple[MixtureSpec, dict[str, Any]]] = {
     "one": (replace(MIXTURE, chosen=1), {"bits": 4, "residual_bits": 4}),
     "biases": (replace(MIXTURE, bias=True), {"bits": 4, "residual_bits": 8}),
     "beside": (replace(MIXTURE, parallel_mlp=True), {"bits": 4, "residual_bits": 4}),
+    "ungated": (replace(MIXTURE, experts=4, shared=1, gated=False), {"bits": 4, "residual_bits": 4}),
 }
 CLAMPED: dict[str, Any] = {
     **SINKS, "num_layers": 2, "windows": (3, None), "activation": "clamped_silu", "gate_limit": 1.0
@@ -71,6 +72,8 @@ def _half_routers(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(small: Any, shape: str) -> Any:
     mixture, build = SHAPES[shape]
     changes = CLAMPED if mixture.bias else NORMED if mixture.parallel_mlp else {"num_layers": 1 + len(mixture.dense)}
+    if shape == "ungated":
+        changes |= {"activation": "relu2", "num_layers": 2, "bare": (0,)}
     model = small({**changes, "mixture": mixture}, **build)
     rng = np.random.default_rng(0)
     for name, linear in model.linears.items():
@@ -110,7 +113,7 @@ SOME = {"qkv": 300, "gate_up": 700, "down": 300, "head": 1}
     ("shape", "prompt"),
     [
         ("3bit", SOME),
-        *(pytest.param(shape, SOME, marks=SLOW) for shape in ("dense-first", "gated", "biases", "beside")),
+        *(pytest.param(shape, SOME, marks=SLOW) for shape in ("dense-first", "gated", "biases", "beside", "ungated")),
         *(pytest.param("3bit", prompt, marks=SLOW) for prompt in ({"down": 1024}, 1024)),
         pytest.param("biases", 1024, marks=SLOW),
     ],

@@ -90,6 +90,18 @@ def test_two_outputs_pass_norms_before_their_sum_does(device: str, dec: tuple[bo
     assert_close(x, rms_norm(h, case.weight, EPS), "half")
 
 
+@pytest.mark.parametrize("dec", [False, True], ids=["plain", "compensated"])
+def test_two_outputs_are_added_as_they_are(device: str, dec: bool) -> None:
+    case, other = _Case(3, 100, True, not dec), _Case(3, 104, True, dec)
+    assert other.y is not None
+    second = [None if one is None else one[:, :100].contiguous() for one in (other.y, other.dec)]
+    there = Beside(*(None if one is None else one.to(device) for one in second), None, None)
+    h, x = case.run(device, None, RowNorms(case.weight.to(device), EPS, beside=there))
+    expected = case.sum + sum(one for one in second if one is not None)
+    assert_close(h, expected, "model")
+    assert_close(x, rms_norm(h, case.weight, EPS), "half")
+
+
 @pytest.mark.parametrize(("M", "C"), [(1, 8), (2, 100), (9, 1024), (9, 1048)])
 def test_the_stream_begins_with_embeddings(device: str, M: int, C: int) -> None:
     generator = torch.Generator().manual_seed(C)

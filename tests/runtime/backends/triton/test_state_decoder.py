@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "windows": (None, 3),
         "gated": True,
         "head_gates": True,
+    },
+    "beside-attention": {
+        "mixers": ("both",),
+        "num_layers": 1,
+        "delta": replace(NARROW, mamba=True, normed=False),
+        "conv_kernel_size": 3,
     },
     "delta": {"mixers": ("delta", "attention"), "num_layers": 2, "delta": NARROW, "gated": True, "conv_kernel_size": 3},
 }

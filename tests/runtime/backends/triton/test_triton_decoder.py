@@ -77,10 +77,23 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "latent": LatentSpec(rank=512, key_dim=16, value_dim=16),
         },
     ),
+    "relu2": ({"bits": 4}, {"activation": "relu2", "mlp_bias": True, "num_layers": 3, "bare": (1,)}),
+    "attention-beside-mlp": ({"bits": 4}, {"parallel": True, "num_layers": 2, "windows": (3, None)}),
+    "heads-that-differ": (
+        {"bits": 4},
+        {
+            "num_layers": 2,
+            "query_heads": (1, 3),
+            "windows": (3, None),
+            "gate_form": "softplus",
+            **dict.fromkeys(("gated", "head_gates", "qk_norm"), True),
+        },
+    ),
+    "xielu": ({"bits": 3, "residual_bits": 4}, {"activation": "xielu", "intermediate_size": 44}),
 }
 
 
-QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches", "latents-of-512"}
+QUICK = set(SHAPES) - {"head-dim-80", "norms-behind", "codebooks-3bit", "shared-caches", "latents-of-512", "relu2"}
 """Prompts have two of the others, and norms on both sides stand for those behind; shared caches have a shorter test,
 and latents of 512 one of their cache."""
 
@@ -93,6 +106,8 @@ def test_logits_match_the_reference(small: Any, device: str, shape: str) -> None
     """
     build, changes = SHAPES[shape]
     model = small(changes, **build)
+    if "parallel" in changes:  # in one block both read what passed one norm
+        model.vectors["layers.0.post_norm"] = model.vectors["layers.0.input_norm"]
     options = DecoderOptions(context=16, slots=2, max_rows=6, k_chunk=300, select="static")
     ours, theirs = both(model, options, device)
     steps = [
@@ -142,7 +157,7 @@ ALL = {"o": 1024}
         *(("3bit", SOME), ("head-dim-80", ALL), ("codebooks-3bit", SOME)),
         *(
             pytest.param(shape, SOME, marks=pytest.mark.slow)
-            for shape in ("heads-of-two-widths", "shared-caches", "latents")
+            for shape in ("heads-of-two-widths", "shared-caches", "latents", "attention-beside-mlp")
         ),
     ],
 )
@@ -376,7 +391,7 @@ def test_the_embedding_table_stays_where_it_is(small: Any, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches", "latents"])
+@pytest.mark.parametrize("shape", ["3bit", "heads-of-two-widths", "shared-caches", "latents", "attention-beside-mlp"])
 def test_a_replayed_graph_computes_what_launches_do(small: Any, cuda: str, shape: str) -> None:
     model = small({**SHAPES[shape][1], "max_context": 1024}, bits=3)
     options = DecoderOptions(context=1024, k_chunk=128, n_tb={"down": 4})

@@ -21,8 +21,12 @@ LOADS: dict[str, tuple[int, int, int]] = {
     "gemma-4-e2b-4bit": (27, 28, 528),
     "gemma-4-26b-a4b-4bit": (40, 43, 572),
     "glm-4.7-flash-4bit": (27, 32, 843),
+    "nemotron-3-nano-4bit": (32, 37, 383),
     "llama-3-8b-trellis": (17, 18, 322),
     "qwen3.5-4b-trellis": (24, 24, 322),
+    "laguna-xs-4bit": (32, 37, 597),
+    "falcon-h1-0.5b-4bit": (23, 24, 542),
+    "command-r7b-trellis": (23, 23, 290),
     "gemma-4-e2b-trellis": (29, 29, 528),
 }
 """Kernels over INT4, the same where the rows of prompts are compensated together, and launches of a token.

@@ -38,8 +38,8 @@ def test_the_decoder_answers_as_the_reference_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lfm2", "qwen3.5"])
-def test_layers_with_states_answer_as_the_reference_does(tmp_path: Path, device: str, case: str) -> None:
+@pytest.mark.parametrize("case", ["lfm2", "qwen3.5", "apertus", "cohere2"])
+def test_other_blocks_answer_as_the_reference_does(tmp_path: Path, device: str, case: str) -> None:
     random_case(case).save_pretrained(tmp_path / "checkpoint")
     write_tokenizer(tmp_path / "checkpoint", SIZES["vocab_size"])
     recipe = Recipe.usual("qoq", group_size=0, residual_bits=0)

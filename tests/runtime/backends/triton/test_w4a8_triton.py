@@ -9,9 +9,10 @@ import torch
 
 from models import per_token
 from models.packed import PackedLinear
+from models.spec import Activation
 from runtime.backends.operations import linear as reference
 from runtime.backends.triton.kernels.activations import Tokens, round_tokens
-from runtime.backends.triton.kernels.gate import gate
+from runtime.backends.triton.kernels.gate import How, gate
 from runtime.backends.triton.kernels.norm import RowNorms, add_norm, embed_norm
 from runtime.backends.triton.kernels.w4a8 import gemm_w4a8, repack_w4a8
 from runtime.backends.triton.sizes import token_width, w4a8_bytes
@@ -135,14 +136,16 @@ def test_the_first_norm_rounds_too(device: str) -> None:
     assert_near(found, rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + EPS))
 
 
-@pytest.mark.parametrize("width", [96, 700])
-def test_gates_round_what_they_would_have_written(width: int, device: str) -> None:
+@pytest.mark.parametrize(("width", "kind"), [(96, "silu"), (700, "silu"), (96, "relu2")])
+def test_gates_round_what_they_would_have_written(width: int, kind: Activation, device: str) -> None:
     y, dec = (torch.randn(3, 2 * width, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    if kind == "relu2":
+        y, dec = y[:, :width].contiguous(), dec[:, :width].contiguous()
     found = empty_tokens(3, width, 128, device)
     x = torch.full((3, width), torch.nan, dtype=torch.float16, device=device)
-    gate(y.to(device), dec.to(device), x, found)
+    gate(y.to(device), dec.to(device), x, found, how=How(kind))
     total = y + dec
-    exact = torch.nn.functional.silu(total[:, :width]) * total[:, width:]
+    exact = torch.nn.functional.silu(total[:, :width]) * total[:, width:] if kind == "silu" else total.relu().square()
     assert_near(found, exact)
     assert torch.allclose(x.cpu().float(), exact, rtol=1e-3, atol=1e-4)
 

@@ -88,6 +88,8 @@ _OSS = {"H": 64, "H_kv": 8, "D": 64}
 """Of gpt-oss-20b."""
 _LFM3 = {"H": 16, "H_kv": 4, "D": 128}
 """Heads of LFM3 1.7B."""
+_LAGUNA = {"H": 48, "H_kv": 8, "D": 128}
+"""Of Laguna XS.2's blocks without a window."""
 _WIDE = {"H": 32, "H_kv": 4, "D": 512}
 """Of Gemma 4 31B's blocks without a window."""
 _LATENTS = {"H": 16, "H_kv": 1, "D": 576, "dim": 512}
@@ -98,6 +100,8 @@ _RULE = DeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 """Qwen3.5 4B's."""
 _MAMBA = DeltaSpec(key_heads=1, value_heads=48, key_dim=128, value_dim=64, mamba=True)
 """Granite 4 h-tiny's."""
+_BESIDE_ATTENTION = DeltaSpec(key_heads=1, value_heads=24, key_dim=128, value_dim=64, mamba=True, normed=False)
+"""Falcon-H1 0.5B's."""
 _MIXTURE = MixtureSpec(experts=128, chosen=8, width=768, normalized=True)
 """Qwen3-30B-A3B's, at 2048 channels."""
 _CORRECTED = MixtureSpec(
@@ -317,12 +321,14 @@ def _activations() -> Iterator[Specialization]:
 
 def _norm() -> Iterator[Specialization]:
     """Norms of 2880, 4096 and 5120 channels, padded to 4096 and 8192; also rotated, rounded to INT8, and on both sides;
-    of 2816 channels with experts beside an MLP, and of 768 of a wider projection's."""
+    of 2816 channels with experts beside an MLP; of 8192 with an MLP beside attention; of 768 of a wider projection."""
     before = norm.RowNorms("*fp32", "fp32", _ABSENT, "fp32", _ABSENT, _ABSENT, _ABSENT)
     both = before._replace(added="*fp32")
     beside = both._replace(beside=norm.Beside("*fp32", "*fp32", "*fp32", "*fp32"), scale="*fp32")
+    two = before._replace(beside=norm.Beside("*fp32", "*fp32", _ABSENT, _ABSENT))
     for C, norms, name in (
         (5120, both, " both"),
+        (8192, two, " two"),
         (2816, beside, " beside"),
         (768, before._replace(apart="i32"), " apart"),
         *((C, before, "") for C in (2880, 4096, 5120)),
@@ -333,30 +339,37 @@ def _norm() -> Iterator[Specialization]:
         if C > 2816:
             types = {"norms": norms, **_ROTATED}
             yield _one(f"add_norm C{C}{name} rotated", norm._add_norm_kernel, constants, warps, types=types)
-    for C in (4096, 5120):
+    for C, norms, name in ((4096, before, ""), (5120, before, ""), (8192, two, " two")):
         shape, warps = activations.rounding_shape(C, 128)
-        how = {"types": {"norms": before}, "options": _ROUNDED}
-        yield _one(f"add_norm C{C} int8", norm._add_norm_round_kernel, {"C": C, "shape": shape}, warps, **how)
+        how = {"types": {"norms": norms}, "options": _ROUNDED}
+        yield _one(f"add_norm C{C}{name} int8", norm._add_norm_round_kernel, {"C": C, "shape": shape}, warps, **how)
 
 
 def _gate() -> Iterator[Specialization]:
-    """Llama-3-8B's MLP, with compensation; gpt-oss-20b's experts; Gemma 4 E2B's embeddings of the blocks' own."""
-    plain = {"GELU": False, "LIMIT": 0.0}
-    for name, gelu in (("", False), (" gelu", True)):
-        constants = {"WIDTH": 14336, "BLOCK_I": gate.BLOCK_I, "GELU": gelu, "LIMIT": 0.0, "factors_ptr": None}
-        yield _one(f"gate I14336{name}", gate._gate_kernel, constants)
-        yield _one(f"gate I14336{name} rotated", gate._gate_kernel, constants, types=_ROTATED)
-    constants = {"WIDTH": 2880, "BLOCK_I": gate.BLOCK_I, "GELU": False, "LIMIT": 7.0}
-    yield _one("gate I2880 clamped", gate._gate_kernel, constants)
+    """Llama-3-8B's MLP, with compensation; AFM-4.5B's and Apertus 8B's, which have no gate; gpt-oss-20b's and Nemotron
+    3 Nano's experts; Gemma 4 E2B's embeddings of the blocks' own."""
+    slopes = gate.Slopes("*fp32", "*fp32")
+    for I, kind in ((14336, "silu"), (14336, "gelu_tanh"), (18432, "relu2"), (21504, "xielu")):
+        name = f"gate I{I}" + ("" if kind == "silu" else f" {kind.removesuffix('_tanh')}")
+        constants = {"WIDTH": I, "BLOCK_I": gate.BLOCK_I, "KIND": kind, "LIMIT": 0.0, "factors_ptr": None}
+        types: dict[str, Types] = {"slopes": slopes if kind == "xielu" else _ABSENT}
+        yield _one(name, gate._gate_kernel, constants, types=types)
+        yield _one(f"{name} rotated", gate._gate_kernel, constants, types={**types, **_ROTATED})
+        if kind == "gelu_tanh":
+            continue
+        shape, warps = activations.rounding_shape(I, 128)
+        constants = {"WIDTH": I, "shape": shape, "KIND": kind, "LIMIT": 0.0}
+        yield _one(f"{name} int8", gate._gate_round_kernel, constants, warps, types=types, options=_ROUNDED)
+    for I, kind, limit in ((2880, "clamped_silu", 7.0), (1856, "relu2", 0.0)):
+        constants = {"WIDTH": I, "BLOCK_I": gate.BLOCK_I, "KIND": kind, "LIMIT": limit}
+        name = f"gate I{I} {kind.removesuffix('_silu')}"
+        yield _one(name, gate._gate_kernel, constants, types={"slopes": _ABSENT})
     own = gate.OwnTokens("*fp16", "i32", "*fp32", "fp32")
     types = {"gates": _PROJECTED, "context": _PROJECTED, "tokens": own}
-    constants = {"WIDTH": 256, "BLOCK_I": 256, "GELU": True, "LIMIT": 0.0}
+    constants = {"WIDTH": 256, "BLOCK_I": 256, "KIND": "gelu_tanh", "LIMIT": 0.0}
     yield _one("gate P256", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
     types |= _ROTATED
     yield _one("gate P256 rotated", gate._token_gate_kernel, constants, gate.token_warps(256), types=types)
-    shape, warps = activations.rounding_shape(14336, 128)
-    constants = {"WIDTH": 14336, "shape": shape, **plain}
-    yield _one("gate I14336 int8", gate._gate_round_kernel, constants, warps, options=_ROUNDED)
 
 
 def _heads() -> Iterator[Specialization]:
@@ -411,8 +424,8 @@ def _heads_name(H: int, H_kv: int, D: int, **_: int) -> str:
 
 def _attention() -> Iterator[Specialization]:
     """Decode of Llama-3-8B at 8192 positions over many kinds of cache, other shapes, drafts, verification, prefill;
-    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; Qwen3.5 4B's and LFM2 1.2B's heads; heads of 512 channels
-    as Gemma 4 31B has, and latents, whose rows are read one by one, over many kinds of cache."""
+    Gemma 2 9B's soft caps and windows; gpt-oss-20b's windows; heads of Qwen3.5 4B, Laguna XS.2 and LFM2 1.2B; those of
+    512 channels that Gemma 4 31B has, and latents, whose rows are read one by one, over many kinds of cache."""
     for use, M, sizes, kinds in (
         ("decode", 1, _LLAMA, ("fp16", "int8", "int4", "hierarchical", "kivi2", "gear4", "gear2")),
         ("decode", 1, _PADDED, ("fp16",)),
@@ -433,6 +446,7 @@ def _attention() -> Iterator[Specialization]:
         yield _attend(use, "int4", M, **_GEMMA, cap=50.0)
         yield _attend(use, "int4", M, **_OSS, sliding=True)
         yield _attend(use, "int4", M, **_QWEN35)
+        yield _attend(use, "int4", M, **_LAGUNA)
         yield _attend(use, "int4", M, **{**_LLAMA, "D": 64})
     for H, H_kv, D, more in (
         (32, 8, 128, ""),
@@ -445,11 +459,13 @@ def _attention() -> Iterator[Specialization]:
         *((H, H_kv, D, " rotated") for H, H_kv, D in ((32, 8, 128), (16, 8, 256), (32, 4, 512), (9, 3, 64))),
         (16, 4, 256, " gates rotated"),
         (16, 4, 128, " gates of heads"),
+        (64, 8, 128, " soft gates of heads"),
+        (64, 8, 128, " soft gates of heads rotated"),
     ):
         yield _one(
             f"attend merge {_heads_name(H, H_kv, D)}{more}",
             attention._merge_kernel,
-            {"H": H, "D": D, "EACH": D if "heads" in more else 1, "BLOCK_S": attention._MERGED},
+            {"H": H, "D": D, "BLOCK_S": attention._MERGED, "EACH": D if "heads" in more else 1, "SOFT": "soft" in more},
             attention._MERGE_WARPS,
             types={
                 "merged": attention.Merged("*fp32", "*i32", "*fp16", "*fp16" if "rotated" in more else "*fp32"),
@@ -572,10 +588,12 @@ def _convolve() -> Iterator[Specialization]:
 
 
 def _delta_rule() -> Iterator[Specialization]:
-    """What the delta rule reads of tokens, the rule itself by rows and by chunks, and what becomes of its outputs."""
+    """What the delta rule reads of tokens, the rule itself by rows and by chunks, and what becomes of its outputs; the
+    last without a norm, too."""
     for rule, bias, skip in ((_RULE, _ABSENT, _ABSENT), (_MAMBA, "*fp32", "*fp32")):
         types = {"recent": recurrent.Recent("*fp32", "*fp32", bias), "rates": recurrent.Rates("*fp32", "*fp32", skip)}
         yield from _rule(rule, types, skip)
+    yield from (one for one in _rule(_BESIDE_ATTENTION, types, skip) if "finish" in one.name)
 
 
 def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Specialization]:
@@ -593,7 +611,7 @@ def _rule(rule: DeltaSpec, types: dict[str, Types], skip: str) -> Iterator[Speci
     for large, stages in (("", delta_chunks.FEW_STAGES), (" large card", delta_chunks.STAGES)):
         own = {"skip_ptr": skip}
         yield _one(f"delta chunk {name}{large}", delta_chunks._chunk_kernel, constants, 1, types=own, num_stages=stages)
-    recent = {"recent": types["recent"]}
+    recent = {"recent": types["recent"], "gain_ptr": "*fp32" if rule.normed else _ABSENT}
     yield _one(f"delta finish {name}", recurrent._finish_kernel, both, 1, types=recent)
     yield _one(f"delta finish {name} rotated", recurrent._finish_kernel, both, 1, types={**recent, **_ROTATED})
 
