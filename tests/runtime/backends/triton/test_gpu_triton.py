@@ -118,25 +118,16 @@ def test_a_model_that_the_card_does_not_hold_runs_on_the_cpu(
         opening.open_decoder(make_model(), options, "triton")
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        (STREAMS, "streams"),
-    ],
-)
-def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(
-    cards: Callable[..., None], changes: dict[str, Any], what: str
-) -> None:
+def test_what_has_no_kernels_on_a_card_runs_on_the_cpu(cards: Callable[..., None]) -> None:
     cards(CARD)
-    model, options = make_model(make_spec(**changes)), DecoderOptions(context=64, max_rows=4, threads=1)
+    model, options = make_model(make_spec(**STREAMS)), DecoderOptions(context=64, max_rows=4, threads=1)
     sizes = ModelSizes(weight_bytes=0, recipe=Recipe(method="rtn"))
     for name in ("triton", "shared"):
-        with pytest.raises(BackendError, match=f"no GPU kernels for (the )?{what}"):
+        with pytest.raises(BackendError, match="no GPU kernels for the streams"):
             backend(name).footprint(model.spec, sizes, compensated=False)
     decoder, reason = opening.open_decoder(model, options)
     assert decoder.backend == "cpu"
-    assert "the GPU backend cannot run this model (there are no GPU kernels for" in reason
-    assert what in reason
+    assert "the GPU backend cannot run this model (there are no GPU kernels for the streams" in reason
 
 
 def test_what_does_not_fit_the_card_is_planned_for_main_memory(cards: Callable[..., None]) -> None:
