@@ -127,7 +127,8 @@ Damages = list[DamagedModel]
 class Store:
     """The models under one folder: `<root>/<name>/`, `<root>/<org>--<name>/`.
 
-    Unfinished work is in `<root>/.work/`, locks are in `<root>/.locks/`. Nothing is created before the first write.
+    Unfinished work is in `<root>/.work/`, locks are in `<root>/.locks/`, and `<root>/.origins.json` says where sources
+    are (`models.origins`). Nothing is created before the first write.
     """
 
     def __init__(self, root: Path) -> None:

@@ -239,7 +239,13 @@ def test_a_name_says_source_and_recipe_and_needs_force_to_be_used_again(run: Run
     assert content(first.path) == before
     assert run(name=first.name, recipe=Recipe(bits=4), force=True).recipe.bits == 4
     assert [info.name for info in store.list()] == ["org/mine", first.name]
-    assert sorted(path.name for path in store.root.iterdir()) == [".locks", ".work", "org--mine", first.name]
+    assert sorted(path.name for path in store.root.iterdir()) == [
+        ".locks",
+        ".origins.json",
+        ".work",
+        "org--mine",
+        first.name,
+    ]
     assert list((store.root / ".work").iterdir()) == []
 
 
