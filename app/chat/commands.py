@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from app.errors import CommandError, hint
 from app.language import _
@@ -170,9 +170,7 @@ def budget_of(text: str) -> float | Exact | None:
     Raises:
         CommandError: it is none.
     """
-    value: Any = _read("budget", "0" if text == "off" else text, RULES["budget"].parse)
-    budget: float | Exact | None = value
-    return budget
+    return cast("float | Exact | None", _read("budget", "0" if text == "off" else text, RULES["budget"].parse))
 
 
 def with_setting(own: Mapping[str, Any], text: str) -> dict[str, Any]:
