@@ -349,6 +349,7 @@ def escaped(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             if _name(node) in (*COUNTS, "compile", "fullmatch"):
                 told.update(part for argument in node.args for part in ast.walk(argument))
+            told.update(node.args[:1] if _name(node) == "cast" else ())  # a type
             told.update(part for one in node.keywords if one.arg in ("id", "classes") for part in ast.walk(one.value))
             if _name(node) in ("Option", "Argument"):  # of the command line, whose tree of commands is read
                 told.update(
@@ -378,6 +379,7 @@ def escaped(source: str) -> Iterator[str]:
         ('f"{count} queued"', ["\0 queued"]),
         ("f\"{count} · {_('queued')}\"", []),
         ('Plain("offer", classes="two words")', ["offer"]),
+        ('cast("float | None", "two words")', ["two words"]),
         ('Binding("f1", "help", "help", tooltip="keys")', ["help", "keys"]),
         ('f"[@click=stop]stop[/] ^T"', ["[@click=stop]stop[/] ^T"]),
     ],
