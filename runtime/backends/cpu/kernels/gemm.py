@@ -61,6 +61,7 @@ from runtime.backends.cpu.machine.emit import (
 )
 from runtime.backends.cpu.machine.kernel import kernel, routine
 from runtime.backends.cpu.machine.vector import (
+    add,
     broadcast,
     fill,
     fma,
@@ -530,6 +531,61 @@ def _gemm_tile(bits: int, rows: int, factors: Any, unpack: Any = emit_unpack) ->
     return gemm
 
 
+def _gemm_entries(rows: int) -> Any:
+    """The product of a tile of entries, whose outputs have one scale each, with a row block.
+
+    Scales and offset come last, for all groups at once: for each of these only the activations' scales are applied.
+    """
+    multiply, lanes = sums_of_block(8, rows), ir.VectorType(ir.FloatType(), rows)
+    places = ir.Constant(ir.VectorType(I32, 16), [m % rows for m in range(16)])
+
+    def shifts(b: Builder, address: Any) -> Any:
+        own = load(b, lanes, address, 4)
+        return b.shuffle_vector(own, own, places)
+
+    def add_group(b: Builder, sums: Any, x_scales: Any, out: Any) -> None:
+        for m in range(rows):
+            address = offset(b, out, 64 * m)
+            x_scale = splat(b, load(b, FLOAT, offset(b, x_scales, 4 * m), 4), FLOATS)
+            total = emit_fma(b, _emit_whole(b, sums, m, rows), x_scale, load(b, FLOATS, address, 64))
+            b.store(total, pointer(b, address), align=64)
+
+    def scale_all(b: Builder, scale: Any, shift: Any, out: Any) -> None:
+        for m in range(rows):
+            address = offset(b, out, 64 * m)
+            own = b.shuffle_vector(shift, shift, ir.Constant(places.type, [m] * 16))
+            total = emit_fma(b, constant(FLOATS, float(ENTRY_OFFSET)), own, load(b, FLOATS, address, 64))
+            b.store(b.fmul(scale, total), pointer(b, address), align=64)
+
+    for emit, doc in (
+        (shifts, "The activations' shifts of a group, by row; repeated where there are fewer than 16."),
+        (add_group, "Scale a group's sums by the activations' scales and add them to float32 [rows, 16] at `out`."),
+        (scale_all, "Add the offset's share, and scale the outputs."),
+    ):
+        emit.__name__, emit.__doc__ = f"entries_{emit.__name__}x{rows}", doc
+    sums_type = types.UniTuple(words16, CHAINS)
+    shifts_of = define(floats16, types.int64)(shifts)
+    add_sums = define(types.void, sums_type, types.int64, types.int64)(add_group)
+    finish = define(types.void, floats16, floats16, types.int64)(scale_all)
+
+    @kernel
+    def gemm(tile: Tile, x: Quantized, out: int) -> None:
+        for m in range(rows):
+            store_floats(out + 64 * m, zero_floats())
+        shift, start, group = zero_floats(), 0, 0
+        while start < tile.blocks:
+            stop = min(start + tile.group_blocks, tile.blocks)
+            sums = no_sums()
+            for block in range(start, stop):
+                sums = multiply(sums, tile.codes + block * ENTRY_BYTES, quad_at(x.codes, rows, BLOCK * block))
+            add_sums(sums, x.scales + 4 * rows * group, out)
+            shift = add(shift, shifts_of(x.shifts + 4 * rows * group))
+            start, group = stop, group + 1
+        finish(load_halves(tile.scales), shift, out)
+
+    return gemm
+
+
 _FOUR = CHAINS // _PLANES
 _finish_planes = _finish(_FOUR, emit_of_planes)
 
@@ -577,13 +633,6 @@ def _gemm_planes(rows: int) -> Any:
 
 
 @routine
-def _entries(tile: Tile, _group: int) -> Any:
-    """One scale for a row, and the offset of a codebook's entries."""
-    scale = load_halves(tile.scales)
-    return scale, mul(scale, fill(numba.float32(ENTRY_OFFSET)))
-
-
-@routine
 def _panel(tile: Tile, group: int) -> Any:
     """Steps and shifts in float32."""
     return load_floats(tile.scales + 64 * group), load_floats(tile.levels + 64 * group)
@@ -616,9 +665,9 @@ gemm_floats = tuple(_gemm_tile(4, rows, _powers, emit_floats) for rows in (4, 8,
 """The same with floating-point numbers."""
 gemm_planes = tuple(map(_gemm_planes, (4, 8, 16)))
 """The same with those of 8 bits."""
-gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_tile(8, 4, _entries), _gemm_tile(8, 8, _entries)
+gemm_entries_tile_4, gemm_entries_tile_8 = _gemm_entries(4), _gemm_entries(8)
 """Sixteen outputs of 4 or 8 rows with decoded entries; arguments as `gemm_entries_tile_16`."""
-gemm_entries_tile_16 = _gemm_tile(8, 16, _entries)
+gemm_entries_tile_16 = _gemm_entries(16)
 """Sixteen outputs of 16 rows with a tile whose codes are decoded entries (`runtime.backends.cpu.kernels.lookup`)."""
 
 

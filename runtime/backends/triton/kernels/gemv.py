@@ -147,7 +147,8 @@ def resident(M: int, form: Form, major: int) -> int:
     3 8B's down at 3 bits on an H200, 640 programs took 22.6 µs where there was room for 528, and 512 took 16.9.
     """
     limited = options(M, form, major).get("maxnreg", 255) <= 168
-    small = form.KIND == "codebook" or (form.KIND in ("uniform", "minimums") and form.BITS == 4 and major < 10)
+    four = (major != 10 and form.KIND == "uniform") or (major == 12 and form.KIND == "minimums")
+    small = form.KIND in ("codebook", "trellis") or (form.BITS == 4 and four)
     return 6 if M == 1 and (limited or small) else 4
 
 
