@@ -402,7 +402,7 @@ for bits, codebook in ((3, False), (4, True)):
     model = tiny.make_model(tiny.make_spec(qkv_bias=True), bits=bits, codebook=codebook)
     options = DecoderOptions(context=64, k_chunk=64, prompt_k_chunk=700, select="static", kv="int8", threads=2)
     decoder = CpuDecoder(model, options)
-    for count, prefill, first in ((19, False, 2), (1, False, 1), (3, True, 1), (7, False, 1), (33, True, 20)):
+    for count, prefill, first in ((19, False, 2), (1, False, 1), (3, True, 1), (7, False, 5), (33, True, 20)):
         numbers = np.arange(count, dtype=np.int32)
         one = Step(tokens=numbers + first, slots=numbers * 0, positions=numbers, logit_rows=numbers, prefill=prefill)
         results.append(decoder.forward(one).tolist())
