@@ -430,8 +430,8 @@ def options(M: int, form: Form, major: int) -> dict[str, int]:
         return {}
     if form.KIND == "trellis":  # at 4 bits up to 184 otherwise, which leave room for 4 programs; others stop at 168
         return {"maxnreg": 168} if form.BITS == 4 else {}
-    if form.BITS == 3 and form.TAIL > 0:  # 168 would spill, on Hopper 40 bytes; Ampere and Ada stop there otherwise
-        return {"maxnreg": 255} if major == 8 else {}
+    if form.TAIL > 0 and (form.BITS == 3 or major == 10):  # what others have would spill, on Hopper 40 bytes of 168
+        return {"maxnreg": 255} if major == 8 else {}  # Ampere and Ada would stop at 168 by themselves
     limit = REGISTERS.get((major, form.BITS))
     return {} if limit is None else {"maxnreg": limit}
 
