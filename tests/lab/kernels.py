@@ -13,7 +13,6 @@ programs hide the latency.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 from models.recipe import Recipe
 from runtime.backends.triton.sizes import BLOCK, weight_bytes
 from tests.lab.ahead import TARGETS, compile_all, pairs
-from tests.lab.store import RESULTS, about_run, columns, table, write
+from tests.lab.store import RESULTS, about_run, columns, parser, table, write
 from tuner.devices import DEVICES
 from tuner.simulate import FITTED
 
@@ -100,11 +99,11 @@ def main() -> None:
     """Compile, print and store."""
     import triton
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--products", action="store_true", help="store those that are compared by device")
-    parser.add_argument("names", nargs="*", help="specializations to compile and print; all are stored, some are not")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--targets", default=",".join(TARGETS))
+    options.add_argument("--products", action="store_true", help="store those that are compared by device")
+    options.add_argument("names", nargs="*", help="specializations to compile and print; all are stored, some are not")
+    given = options.parse_args()
     if given.products:
         given.names, given.targets = PRODUCTS, ",".join(SHOWN)
     compiled, failed = compile_all(pairs(given.names, given.targets.split(",")))
@@ -115,7 +114,7 @@ def main() -> None:
     if (given.products or not given.names) and not failed:
         about = about_run("python -m tests.lab.kernels", ("runtime/backends/triton",))
         name = "products" if given.products else "kernels"
-        write(RESULTS / f"{name}.json", {**about, "triton": triton.__version__, "rows": rows})
+        write(given.out or RESULTS / f"{name}.json", {**about, "triton": triton.__version__, "rows": rows})
     sys.exit(1 if failed else 0)
 
 

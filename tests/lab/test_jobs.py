@@ -77,6 +77,14 @@ def log(repository: Path) -> str:
     return (repository / "log").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("job", jobs.JOBS, ids=str)
+def test_an_instrument_can_be_told_which_file_to_fill(job: Job) -> None:
+    """`Job.words` names it to all that are not called like their file."""
+    module = job.command.split()[0]
+    source = (store.ROOT / "tests" / "lab" / f"{module}.py").read_text(encoding="utf-8")
+    assert module == job.file or "parser(__doc__" in source
+
+
 def test_a_stopped_run_goes_on_where_it_was(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (repository / "stop").touch()
     assert jobs.main([]) == 1
