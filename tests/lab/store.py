@@ -26,8 +26,8 @@ _WRITTEN = ("tests/lab/results", "docs", "*.md")
 _WORDS = (".md", ".mo", ".po", ".pot")
 """Ends of files that say things only to people."""
 _PLACES = ("--peer-python", "--out", "--smollm2", "--gemma", "--stored", "--home")
-_NUMBERS = re.compile(r"\[\n[\s\d.,e+-]+\]")
-"""A list of numbers in JSON, which gets one line."""
+_LINE = re.compile(r"\[\n[\s\d.,e+-]+\]|{\n[^{}\[\]]*}")
+"""A list of numbers in JSON, or an object that holds no other, which gets one line."""
 Entry = dict[str, Any]
 Tell = Callable[[str], None]
 
@@ -132,7 +132,7 @@ def write(file: Path | None, found: object) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     half = file.with_name(file.name + ".part")
-    text = _NUMBERS.sub(lambda row: " ".join(row[0].split()), json.dumps(found, indent=1, ensure_ascii=False))
+    text = _LINE.sub(lambda one: re.sub(r"\n *", " ", one[0]), json.dumps(found, indent=1, ensure_ascii=False))
     half.write_text(text + "\n", encoding="utf-8")
     half.replace(file)
 

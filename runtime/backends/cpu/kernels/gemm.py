@@ -534,7 +534,7 @@ def _gemm_tile(bits: int, rows: int, factors: Any, unpack: Any = emit_unpack) ->
 def _gemm_entries(rows: int) -> Any:
     """The product of a tile of entries, whose outputs have one scale each, with a row block.
 
-    Scales and offset come last, for all groups at once: for each of these only the activations' scales are applied.
+    Scales and the offset come last, for all groups at once; group by group only the activations' scales are applied.
     """
     multiply, lanes = sums_of_block(8, rows), ir.VectorType(ir.FloatType(), rows)
     places = ir.Constant(ir.VectorType(I32, 16), [m % rows for m in range(16)])
@@ -553,7 +553,7 @@ def _gemm_entries(rows: int) -> Any:
     def scale_all(b: Builder, scale: Any, shift: Any, out: Any) -> None:
         for m in range(rows):
             address = offset(b, out, 64 * m)
-            own = b.shuffle_vector(shift, shift, ir.Constant(places.type, [m] * 16))
+            own = splat(b, b.extract_element(shift, ir.Constant(I32, m)), FLOATS)
             total = emit_fma(b, constant(FLOATS, float(ENTRY_OFFSET)), own, load(b, FLOATS, address, 64))
             b.store(b.fmul(scale, total), pointer(b, address), align=64)
 
